@@ -15,6 +15,7 @@ from torch_streamkl.fx_passes.fx_utils.errors import Refused, Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     location_of,
+    name_of,
     needs_gradient,
     tensor_of,
 )
@@ -32,6 +33,7 @@ from torch_streamkl.fx_passes.planning.readers import Readers, readers_behind
 from torch_streamkl.fx_passes.planning.row_plans import (
     ProgramPlan,
     RowOutput,
+    RowPlanner,
     describe_program,
     operator_of,
     special_reason,
@@ -50,6 +52,7 @@ from torch_streamkl.fx_passes.reporting.hints import FORCE_SIZE, hint_for
 from torch_streamkl.fx_passes.reporting.refusals import Refusals
 from torch_streamkl.fx_passes.reporting.report import Site
 from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.program.graph import INT
 from torch_streamkl.rows import op as row_op
 
 
@@ -103,6 +106,16 @@ class _Fusing:
             fused.of_rows = {tuple(map(source_of, x.args)) for x in of_rows}
         for divergence in waiting:
             self._fuse_divergence(divergence)
+        if planner is not None:
+            self._fuse_places(planner)
+
+    def _fuse_places(self, planner: RowPlanner) -> None:
+        """Replaces places of maxima that other code reads at: labels, by what reads them."""
+        outer = self.losses.trace.outer
+        values = (outer[n] for n in {*self.handled, *self.fused.values} if n in outer)
+        replaced = {n for n in values if not n.users}
+        for plan in planner.places(replaced) if replaced else ():
+            self._fuse_program(plan, (), ())
 
     def _fuse_divergence(self, divergence: Divergence) -> None:
         site = self.insert.divergence(divergence)
@@ -261,13 +274,17 @@ class Inserting:
 
     def _check_readers(self, plan: ProgramPlan, output: RowOutput) -> None:
         """Raises Unsupported if code after a sum would see another number than in eager code."""
+        scores = Scores(output.inner, (), self.losses.reading)
+        if output.around.dtype == INT:  # the place of a maximum, also of NaN and infinity
+            if scores.has_lost_rows:
+                raise Unsupported(special_reason(name_of(output.node)))
+            return
         found = readers_behind([output.node], self.outside)
         if not found.special and not found.infinite:
             return
         special = why_special(plan, output, found)
         if special:
             raise Unsupported(special)
-        scores = Scores(output.inner, (), self.losses.reading)
         if scores.may_underflow or (found.special and scores.has_lost_rows):
             raise Unsupported(special_reason(min(found.special or found.infinite)))
 

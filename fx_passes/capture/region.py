@@ -27,6 +27,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
 )
 from torch_streamkl.fx_passes.fx_utils.op_names import (
     CASTS,
+    COPIES,
     DIFFERENCES,
     LAYERS,
     MATMULS,
@@ -34,8 +35,10 @@ from torch_streamkl.fx_passes.fx_utils.op_names import (
     OPERAND_VIEWS,
     PRODUCTS,
     QUOTIENTS,
+    RESHAPES,
 )
 from torch_streamkl.fx_passes.fx_utils.opaque_nodes import opaque
+from torch_streamkl.fx_passes.fx_utils.sizes import hint_of
 
 SEEDS = OF_ROWS | {"kl_div", "cross_entropy"}
 # never part of a score or a mask, and the door to the rest of the network
@@ -50,6 +53,8 @@ MEASURES = {"pow", "square", "abs", "norm", "vector_norm", "matrix_norm", "linal
 ADDITIONS, SCALINGS = {"add", "iadd"} | DIFFERENCES, PRODUCTS | QUOTIENTS | {"neg"}
 ENTRIES = {"gather", "take_along_dim"}
 SUMS = {"sum", "mean", "nansum", "nanmean", "amax", "max", "norm", "var", "std"}
+MAXIMA = {"amax", "max", "argmax"}
+SHARE_OF_ENTRIES = 8  # at most one in 8: products with the weight rows of many ids take longer
 GUARDS = CASTS | {"clamp", "clamp_min", "maximum", "add", "clip"}
 
 
@@ -88,6 +93,7 @@ def find_region(graph: fx.Graph) -> Region | None:
                 else:
                     forward.append(user)
     _add_halves(inside)
+    _add_maxima(inside)
     if not _add_writes(graph, inside):
         return None
     _drop_orphans(inside)
@@ -122,6 +128,27 @@ def _add_halves(inside: set[fx.Node]) -> None:
         found = _distributions(a)
         if len(found) == 2 and found == _distributions(b):
             inside |= {total, *before, *after}
+
+
+def _add_maxima(inside: set[fx.Node]) -> None:
+    """Adds the largest scores of a row and their places, which metrics next to a loss are."""
+
+    def users(node: fx.Node) -> list[fx.Node]:
+        return [u for u in node.users if u in inside or _keeps_order(u)]
+
+    products = [n for n in inside if name_of(n) in MATMULS]
+    for node in reached(products, users):
+        for user in node.users:
+            if name_of(user) in MAXIMA and user not in inside and _is_operation(user):
+                _add_with_inputs(user, inside)
+                if not is_tensor(user):
+                    inside |= {u for u in user.users if name_of(u) == "getitem"}
+
+
+def _keeps_order(node: fx.Node) -> bool:
+    """Whether a node scales scores, masks some, or casts them."""
+    names = SCALINGS | CASTS | COPIES | RESHAPES | {"getitem", "masked_fill", "where"}
+    return name_of(node) in names and _is_operation(node)
 
 
 def _is_of_one_scalar(node: fx.Node) -> bool:
@@ -208,6 +235,7 @@ def _is_seed(node: fx.Node) -> bool:
         or _is_softmax_by_hand(node)
         or compared_by_hand(node)
         or _compares_products(node)
+        or _reads_entries(node)
     )
 
 
@@ -226,6 +254,22 @@ def _compares_products(node: fx.Node) -> bool:
     if is_loss:
         return True
     return name_of(node) in DIFFERENCES and any(name_of(u) in MEASURES for u in node.users)
+
+
+def _reads_entries(node: fx.Node) -> bool:
+    """Whether a node reads a few entries of a matmul's rows at ids, as a cached teacher has."""
+    if name_of(node) not in ENTRIES or len(node.all_input_nodes) < 2:
+        return False
+    source, ids = node.all_input_nodes[:2]
+    made, at = example(source), example(ids)
+    if not (isinstance(made, Tensor) and isinstance(at, Tensor) and made.dim() == at.dim() > 1):
+        return False
+    vocab, count = hint_of(made.shape[-1]), hint_of(at.shape[-1])
+    if vocab is None or count is None or count * SHARE_OF_ENTRIES > vocab:
+        return False
+    while _keeps_order(source) and source.all_input_nodes:
+        source = source.all_input_nodes[0]
+    return name_of(source) in MATMULS
 
 
 def _is_of_product(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch_streamkl.fx_passes.closed_forms.alike import free_axes, numbered
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, Product
 from torch_streamkl.fx_passes.closed_forms.repeated_ids import SINGLE_ENTRIES, why_repeated
-from torch_streamkl.fx_passes.closed_forms.row_sites import is_entered
+from torch_streamkl.fx_passes.closed_forms.row_sites import Place, is_entered, name_of
 from torch_streamkl.fx_passes.reading.positions import Positions
 from torch_streamkl.program.graph import (
     BOOL,
@@ -180,6 +180,12 @@ def _places_of_ids(x: Node) -> Iterator[tuple[Node, Node, int]]:
         at_ids = [d for d, p in enumerate(keys.args) if _has_ids(p)]
         if len(at_ids) == 1:
             yield keys, rows, at_ids[0]
+
+
+def places_at_ids(x: Node) -> list[Place]:
+    """Returns where the keys of entries stand in a product."""
+    names = tuple(map(name_of, x.args))
+    return [(names, x.args.index(keys), d) for keys, _, d in _places_of_ids(x)]
 
 
 def ids_of(x: Node) -> list[Node]:

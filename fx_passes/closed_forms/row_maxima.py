@@ -1,40 +1,146 @@
-"""Reads the largest probability of a row as that of its largest score."""
+"""Reads the largest element of a row, and its place, as a program's maxima.
+
+A kernel's maximum ignores NaN, but the log-sum-exp next to it does not. A maximum of probabilities
+is ``exp(max(scores) - lse(scores))``, unless a mask may hide scores: where it hides a row, the
+log-sum-exp loses the count of its keys. No maximum has a gradient.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+
+import torch
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
-from torch_streamkl.program.canonical import subtracted
-from torch_streamkl.program.functions import exponential
-from torch_streamkl.program.graph import LOGSUMEXP, MAX, Node, apply
-from torch_streamkl.program.reductions import reduced, remade
-from torch_streamkl.program.walks import rebuilt
+from torch_streamkl.fx_passes.closed_forms.row_checks import is_filled
+from torch_streamkl.fx_passes.closed_forms.row_sites import (
+    Place,
+    has_products,
+    is_entered,
+    is_of_keys,
+)
+from torch_streamkl.program.canonical import ADDED, choose, compare, subtracted
+from torch_streamkl.program.functions import exponential, function
+from torch_streamkl.program.graph import (
+    ARGMAX,
+    CONTRACT,
+    FLOAT,
+    INT,
+    LOGSUMEXP,
+    MAX,
+    Axis,
+    Node,
+    apply,
+    const,
+    index,
+)
+from torch_streamkl.program.reductions import reduced, remade, rounded, substitute
+from torch_streamkl.program.shifts import HIDES
+from torch_streamkl.program.walks import rebuilt, walk
+
+OF_OTHERS = "a maximum over the keys leaves the elements"
+NARROW = "argmax of numbers made of a product that a narrow type has rounded"
 
 
-def with_largest_scores(roots: Sequence[Node]) -> list[Node]:
-    """Returns roots in which a maximum of probabilities is ``exp(max(scores) - lse(scores))``.
+def with_largest(
+    roots: Sequence[Node],
+    keys: frozenset[Place],
+    narrow: Callable[[Node], torch.dtype | None],
+) -> list[Node]:
+    """Returns roots in which maxima over keys are NaN where eager code has it.
 
-    A kernel's maximum ignores NaN, but the log-sum-exp next to it does not. That one is rounded,
-    and no probability is above 1: the square root of what it leaves of 1 would be NaN. Raises
-    NoForm for a maximum of something else.
+    No probability is above 1, which rounding would make it: the square root of what it leaves of
+    1 would be NaN. ``narrow`` is the type that a product is rounded to in eager code, if it is a
+    narrow one. Raises NoForm for a maximum of something else than scores and probabilities.
     """
 
     def change(x: Node, args: tuple[Node, ...]) -> Node:
-        if x.op == "reduce" and x.value.kind == MAX:
-            return _largest(x, x.args[0])
-        return remade(x, args)
+        kind = x.value.kind if x.op == "reduce" else None
+        if kind not in (MAX, ARGMAX) or not is_of_keys(x, keys):
+            return remade(x, args)
+        return _largest(x, x.args[0]) if kind == MAX else _place(x, narrow)
 
-    made = rebuilt(roots, change, lambda x: x.op != "reduce")
+    made = rebuilt(roots, change, lambda x: not is_of_keys(x, keys))
     return [made[x] for x in roots]
 
 
 def _largest(maximum: Node, body: Node) -> Node:
     axis = maximum.value.axis
-    if body.op == "exp":
-        return exponential(_largest(maximum, body.args[0]))
-    if body.op != "log_softmax" or body.value != axis:
-        raise NoForm("a maximum over the keys leaves the elements", maximum)
-    scores = body.args[0]
-    logarithm = subtracted(reduced(MAX, axis, scores), reduced(LOGSUMEXP, axis, scores))
-    return apply("clamp_max", logarithm, 0.0)
+    if body.flows:
+        return maximum  # the step says why not
+    is_probability = body.op == "exp" and body.args[0].op == "log_softmax"
+    log = body.args[0] if is_probability else body
+    if log.op != "log_softmax":
+        value = maximum if body is maximum.args[0] else reduced(MAX, axis, body)
+        lse = _log_sum_exp(axis, body, maximum)
+        return choose(function("isnan", lse), const(math.nan), value)
+    if log.value != axis:
+        raise NoForm(OF_OTHERS, maximum)
+    scores = log.args[0]
+    if not _may_hide(scores, axis):
+        largest = subtracted(reduced(MAX, axis, scores), reduced(LOGSUMEXP, axis, scores))
+        largest = apply("clamp_max", largest, 0.0)
+        return exponential(largest) if is_probability else largest
+    largest = apply("clamp_max", maximum, 1.0 if is_probability else 0.0)
+    return choose(_has_numbers(axis, scores, maximum), largest, const(math.nan))
+
+
+def _log_sum_exp(axis: Axis, body: Node, maximum: Node) -> Node:
+    """The log-sum-exp of elements as they are."""
+    lse = reduced(LOGSUMEXP, axis, body)
+    is_one = lse.op == "reduce" and lse.value.kind == LOGSUMEXP
+    if not is_one or lse.args[0] is not substitute(body, {axis: index(lse.value.axis)}):
+        raise NoForm(OF_OTHERS, maximum)
+    return lse
+
+
+def _has_numbers(axis: Axis, scores: Node, maximum: Node) -> Node:
+    """Whether the softmax of a row has numbers."""
+    lse = _log_sum_exp(axis, scores, maximum)
+    return compare("gt", const(math.inf), function("abs", lse))
+
+
+def _may_hide(scores: Node, axis: Axis) -> bool:
+    """Whether something may hide some scores of a row."""
+    inside = walk([scores], is_entered)
+    return is_filled(scores, HIDES) or any(
+        x.op == "where" or (x.op == "capture" and x.dtype == FLOAT and axis in x.axes)
+        for x in inside
+    )
+
+
+def _place(place: Node, narrow: Callable[[Node], torch.dtype | None]) -> Node:
+    """The place of a maximum: of a row without numbers that of the first NaN, as torch has it."""
+    axis, body = place.value.axis, place.args[0]
+    log = body.args[0] if body.op == "exp" else body
+    if log.op != "log_softmax":
+        return reduced(ARGMAX, axis, _as_stored(body, narrow))
+    if log.value != axis:
+        raise NoForm(OF_OTHERS, place)
+    scores = log.args[0]
+    if _as_stored(scores, narrow) is not scores:
+        raise NoForm(NARROW, scores)  # probabilities may be rounded, too
+    found = reduced(ARGMAX, axis, scores)
+    return choose(_has_numbers(axis, scores, place), found, const(0.0, INT))
+
+
+def _as_stored(scores: Node, narrow: Callable[[Node], torch.dtype | None]) -> Node:
+    """Scores whose order is that of eager code, up to roundings of float32.
+
+    A narrow type makes different scores equal, of which torch takes the first: so a product is
+    rounded. What is computed of it is not.
+    """
+    for x in walk([scores], lambda x: is_entered(x) and x.dtype == FLOAT):
+        if x.dtype != FLOAT:
+            continue  # a mask
+        if x.op == CONTRACT and (dtype := narrow(x)) is not None:
+            if x is not scores:
+                raise NoForm(NARROW, x)
+            return rounded(x, str(dtype).removeprefix("torch."))
+        numbers = [x.value[0], *x.value[1]] if x.op == "linear" else []
+        if x.op not in (CONTRACT, "linear", "where", "const") and has_products(x):
+            raise NoForm("argmax of what is no score", x)
+        if any(abs(n) >= HIDES for n in numbers) or x.value == ADDED:
+            raise NoForm("argmax of scores next to a large number", x)
+    return scores

@@ -25,7 +25,9 @@ from torch_streamkl.fx_passes.reading.arrays import position as position_of
 from torch_streamkl.program.canonical import choose, compare, linear, log_softmax, terms_of
 from torch_streamkl.program.graph import (
     ANY,
+    ARGMAX,
     CONTRACT,
+    INT,
     SUM,
     Axis,
     Node,
@@ -207,7 +209,8 @@ class Opening:
         part = next((part for part, a in self.parts.items() if a == axis), (axis,))
         axes = body.axes - set(self.keys if axis == self.whole else part)
         about = Reduction(kind, axis)
-        return intern("reduce", (body,), about, body.dtype, axes, True)
+        dtype = INT if kind == ARGMAX else body.dtype
+        return intern("reduce", (body,), about, dtype, axes, True)
 
     # ------------------------------------------------------------------------ reductions
 
@@ -218,6 +221,9 @@ class Opening:
             if has_products(body):
                 raise NoForm("a sum over a dimension along which nothing varies", x)
             return x
+        is_plain = len(self.keys) == 1 and self._chosen_ids(inside, axis) is None
+        if x.value.kind == ARGMAX and not (is_plain and is_of_keys(x, self.places, inside)):
+            raise NoForm("argmax of some keys", x)
         if not is_of_keys(x, self.places, inside):
             free = self._heads(axis, inside)
             opened = self.of(substitute(body, {axis: index(free)}))

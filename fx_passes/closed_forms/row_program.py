@@ -15,6 +15,7 @@ for. What has to be found is which axis is which.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,7 +55,7 @@ from torch_streamkl.fx_passes.closed_forms.row_groups import (
 )
 from torch_streamkl.fx_passes.closed_forms.row_keys import Facts, check_single_keys, keys_of
 from torch_streamkl.fx_passes.closed_forms.row_leaves import Captured, Leaves
-from torch_streamkl.fx_passes.closed_forms.row_maxima import with_largest_scores
+from torch_streamkl.fx_passes.closed_forms.row_maxima import with_largest
 from torch_streamkl.fx_passes.closed_forms.row_opening import Opening, detached_in, with_whole_rows
 from torch_streamkl.fx_passes.closed_forms.row_products import (
     with_row_products,
@@ -203,7 +204,8 @@ class _Planner:
     def __init__(
         self, roots: Sequence[Node], order: Sequence[Axis], facts: Facts, places: frozenset[Place]
     ) -> None:
-        roots = with_largest_scores(without_row_products(roots, places))
+        narrow = functools.partial(_narrow_type, facts=facts)
+        roots = with_largest(without_row_products(roots, places), places, narrow)
         bindings = [b for b in bindings_of(roots) if b.is_over(places)]
         keys = keys_of(bindings, places, facts)
         check_single_keys(roots, bindings, places, keys, facts)
@@ -359,7 +361,8 @@ class _Planner:
             if any(a not in original for a in flat):
                 raise NoForm("sums over different rows")
             at = [*(index(original[a]) for a in flat), *map(index, site.blocks)]
-            changes[site.node] = capture(Source(RowValue(number), 0, site.opened.flows), at=at)
+            source = Source(RowValue(number), 0, site.opened.flows)
+            changes[site.node] = capture(source, site.opened.dtype, at=at)
         found = tuple(values[x] for x in self.opened)
         return found, tuple(replaced(root, changes) for root in self.roots)
 
@@ -423,6 +426,16 @@ def _twins(detached: dict[Node, Node]) -> dict[Node, Node]:
                 several.add(bare)
             found[bare] = x
     return {bare: x for bare, x in found.items() if bare not in several}
+
+
+def _narrow_type(product: Node, facts: Facts) -> Any:
+    """The type narrower than float32 that a product is rounded to in eager code, None for none."""
+    rows, keys = product.args
+    every = set(dtypes_of(Product(rows, keys, product.value), facts))
+    narrow = {x for x in every if x.itemsize < 4}
+    if narrow and len(every) > 1:
+        raise NoForm("a product of another type than its operands'", product)
+    return next(iter(narrow), None)
 
 
 def dtypes_of(x: Product, facts: Facts) -> list[Any]:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from torch_streamkl.program.graph import CONTRACT, LOGSUMEXP, MAX, SUM, Axis, Node, Source
+from torch_streamkl.program.graph import ARGMAX, CONTRACT, LOGSUMEXP, MAX, SUM, Axis, Node, Source
 from torch_streamkl.program.walks import walk
 
 Place = tuple[Any, ...]  # the sources of both operands, which of them it is, and a dimension
@@ -106,7 +106,7 @@ def bindings_of(roots: Iterable[Node]) -> list[Binding]:
         axis = x.value if x.op == "log_softmax" else x.value.axis
         products = sorted((p for p in inside[x] if axis in p.axes), key=lambda p: p.digest)
         if products:
-            says = x.op == "log_softmax" or x.value.kind in (LOGSUMEXP, MAX)
+            says = x.op == "log_softmax" or x.value.kind in (ARGMAX, LOGSUMEXP, MAX)
             says = says and not said[x]
             said[x] |= says
             found.append(Binding(x, axis, tuple(products), says))
@@ -119,11 +119,19 @@ def places_of_keys(bindings: Sequence[Binding]) -> list[frozenset[Place]]:
     if said:
         return [_closed(said, bindings)]
     found: dict[frozenset[Place], None] = {}
-    for b in reversed(bindings):
-        is_sum = b.node.op == "reduce" and b.node.value.kind == SUM
-        if is_sum and all(_is_of_one(p, b.axis) for p in b.products):
-            found[_closed(b.places, bindings)] = None
+    sums = [b for b in reversed(bindings) if b.node.op == "reduce" and b.node.value.kind == SUM]
+    sums = [b for b in sums if all(_is_of_one(p, b.axis) for p in b.products)]
+    # the vocabulary before a dimension of tokens: others would be heads, with a weight each
+    for b in sorted(sums, key=lambda b: any(_has_more_rows(p, b.axis) for p in b.products)):
+        found[_closed(b.places, bindings)] = None
     return list(found)
+
+
+def _has_more_rows(product: Node, axis: Axis) -> bool:
+    """Whether the operand that has an axis has other ones that the other operand has not."""
+    (mine,) = (x for x in product.args if axis in x.axes)
+    others = frozenset[Axis]().union(*(x.axes for x in product.args if x is not mine))
+    return bool(mine.axes - others - {*product.value, axis})
 
 
 def _is_of_one(product: Node, axis: Axis) -> bool:

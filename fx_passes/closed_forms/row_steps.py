@@ -20,6 +20,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import has_products
 from torch_streamkl.program.canonical import ADDED, linear, terms_of
 from torch_streamkl.program.graph import (
     ANY,
+    ARGMAX,
     BLOCK_SUM,
     BOOL,
     CONTRACT,
@@ -90,9 +91,6 @@ class Steps:
         body = self.of(x.args[0])
         if about.kind == MAX:
             check_maximum(x)
-            if not body.is_finite or may_be_masked(body):
-                # the log-sum-exp next to it would lose the count of keys that a finite mask hides
-                raise NoForm("the maximum of masked scores leaves the elements", x)
         if about.kind == ANY:
             raise NoForm("whether any key meets a condition leaves the elements", x)
         if about.axis == self.whole:
@@ -148,6 +146,8 @@ class Steps:
                 return self._log_softmax(x, args[0])
             case "log":
                 return self._log(args[0])
+            case "round" if x.args[0].op == CONTRACT and x.value in OPERATIONS:
+                return apply(x.value, args[0])
             case "round":
                 raise NoForm(f"scores or what is made of them are rounded to {x.value}", x)
             case "pow":
@@ -408,6 +408,8 @@ class Steps:
                 return apply("gt", count, const(0.0))
             if kind == MAX:
                 check_maximum(x)
+            if kind == ARGMAX:
+                raise NoForm("elements use an argmax", x)
             return self.tracer.reduce(kind, body)
         if axis in self.leaves.parts:
             raise NoForm("elements use sums over blocks of keys", x)

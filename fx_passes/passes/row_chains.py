@@ -110,6 +110,9 @@ class _Reader:
             if tensor_of(part).requires_grad:
                 self.terms[part] = Term(row_value(number, head), False)
                 self.followed.append(part)
+            elif not tensor_of(part).is_floating_point():  # the place of a maximum: a metric
+                value = literally("detach", row_value(number, head))
+                self.terms[part] = Term(value, False, is_detached=True)
         for node in following(self.call):
             if node in self.terms or not any(a in self.terms for a in node.all_input_nodes):
                 continue
@@ -143,7 +146,7 @@ class _Reader:
         found = [n for n in before if not self._learns(n) and not inside.issuperset(n.users)]
         return found + [
             u
-            for n in before
+            for n in (self.call, *before)
             for u in n.users
             if u not in inside and self._learns(n) and not self._learns(u)
         ]

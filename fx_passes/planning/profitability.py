@@ -90,10 +90,10 @@ def why_program_is_left(products: Iterable[Product], device: str, given: float |
     """
     mib = 0.0
     for product in products:
-        sizes = [_hint(a.size) for a in axes_of(product)]
-        if None in sizes:
+        count = _count(axes_of(product))
+        if count is None:
             return ""
-        mib += math.prod(n for n in sizes if n is not None) * ELEMENT / MIB
+        mib += count * ELEMENT / MIB
     return _too_small(mib, LEAST_PROGRAM_MIB, ("products", "custom losses"), device, given)
 
 
@@ -131,9 +131,15 @@ def are_all_keys(form: RowForm) -> bool:
 
 
 def _is_small(product: Product) -> bool:
-    made = num_positions(axes_of(product))
-    operands = [num_positions(x.axes) for x in (product.rows, product.keys)]
+    made = _count(axes_of(product))
+    operands = [_count(x.axes) for x in (product.rows, product.keys)]
     return made is None or any(n is None or made < 2 * n for n in operands)
+
+
+def _count(axes: Iterable[Axis]) -> int | None:
+    """The number of positions along axes, with sizes that vary as they are now."""
+    sizes = [_hint(a.size) for a in axes]
+    return None if None in sizes else math.prod(n for n in sizes if n is not None)
 
 
 def axes_of(product: Product) -> frozenset[Axis]:

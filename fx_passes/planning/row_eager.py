@@ -64,7 +64,7 @@ def check_eager(
     for x in walk(captured):
         name = source_name(x)
         if isinstance(name, fx.Node) and name in reading.reads_products:
-            if name in reading.reasons:
+            if name in reading.reasons and name not in reading.places:  # which are of rows
                 raise Unsupported(reading.reasons[name])
 
 

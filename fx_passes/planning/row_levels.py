@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from functools import cached_property
 
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import Region
 from torch_streamkl.fx_passes.capture.retrace import Trace
-from torch_streamkl.fx_passes.closed_forms.entries import ids_of
+from torch_streamkl.fx_passes.closed_forms.entries import ids_of, places_at_ids
 from torch_streamkl.fx_passes.closed_forms.row_sites import (
     Place,
     bindings_of,
@@ -116,7 +117,8 @@ class Levels:
         one memory it is the first, of which the code makes views: one may be written through.
         """
         self._read_outside(region)
-        behind = self._left.union(*map(ancestors, refused))
+        read = self._left if not self.places else ()  # of sums over keys, each has a program
+        behind = self._left.union(*map(ancestors, (*refused, *read)))
         every = [n for n in self.made if n in self.trace.outer and self._is_of_entries(n)]
         found = [n for n in every if n in behind]
         inner = {a for n in found for a in ancestors(n) - {n}} - self._left
@@ -128,8 +130,15 @@ class Levels:
 
     def _is_of_entries(self, node: fx.Node) -> bool:
         """Whether a value is made of entries at ids, and of sums over keys next to them."""
-        sites = [x for x in sites_of(self.made[node], self.places) if x.op == CONTRACT]
-        return bool(sites) and all(_is_at_ids(x, self.places) for x in sites)
+        places = self.places or self._places_of_ids
+        sites = [x for x in sites_of(self.made[node], places) if x.op == CONTRACT]
+        return bool(sites) and all(_is_at_ids(x, places) for x in sites)
+
+    @cached_property
+    def _places_of_ids(self) -> frozenset[Place]:
+        """Where products are read at ids, in a graph in which nothing says what the keys are."""
+        products = products_in(self.made.values())
+        return frozenset(place for x in products for place in places_at_ids(x))
 
     def read_by_elements(self, region: Region) -> set[fx.Node]:
         """Returns the per-row values that only elements read, whose sums compute them, too."""

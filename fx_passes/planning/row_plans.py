@@ -26,8 +26,12 @@ from torch_streamkl.fx_passes.closed_forms.row_facts import (
     taken_in,
 )
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
+from torch_streamkl.fx_passes.closed_forms.row_sites import (
+    bindings_of,
+    places_of_keys,
+    products_in,
+)
 from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
-from torch_streamkl.fx_passes.closed_forms.row_sites import products_in
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import (
     Memory,
@@ -149,7 +153,10 @@ class RowPlanner:
         """Returns one program for these sums, or raises Unsupported."""
         if any(map(self.reading.loses_gradient, roots)):
             raise Unsupported("a gradient flows through what is a constant")
-        arrays = _with_shared_rows([self.reading.array(r) for r in roots])
+        return self._plan_of(roots, [self.reading.array(r) for r in roots])
+
+    def _plan_of(self, roots: Sequence[fx.Node], arrays: list[Array]) -> ProgramPlan:
+        arrays = _with_shared_rows(arrays)
         order = [a for x in arrays for d in x.dims for a in d]
         inside = {a for r in roots for a in ancestors(r)}
         facts = replace(
@@ -317,6 +324,26 @@ class RowPlanner:
         for plan in self.find(set()):
             outputs = plan.unlabelled
             if outputs & set(inner) and len(outputs) > 1 and outputs <= roots:
+                found.append(plan)
+        return found
+
+    def places(self, replaced: Collection[fx.Node]) -> list[ProgramPlan]:
+        """Returns programs of the places of maxima that other code reads at, such as labels.
+
+        ``replaced`` are the user's nodes that operators have taken the place of, which may read
+        them: such a program is inserted last.
+        """
+        every = self.reading.places.items() if self.reading.places else ()
+        memory = by_storage(self.region.nodes[0].graph) if every else {}
+        found = []
+        for node, x in every:
+            if node not in self.trace.outer or not places_of_keys(bindings_of([x.expr])):
+                continue
+            try:
+                plan = self._plan_of([node], [x])
+            except Unsupported:
+                continue
+            if not self.why_kept(plan, {*replaced, self.trace.outer[node]}, memory):
                 found.append(plan)
         return found
 

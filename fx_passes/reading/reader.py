@@ -81,7 +81,8 @@ class Reading:
     that are computed from matmuls of this graph. ``observers`` are operations that tell NaN or
     infinity from numbers, or that became a number: there, identities of real numbers may differ
     from what eager computes. ``indices`` has the operation and dimension of what is read at
-    positions, by `positions.key_of` of them: torch raises where they are out of range.
+    positions, by `positions.key_of` of them: torch raises where they are out of range. ``places``
+    are the captured places of maxima, as what they are.
     """
 
     arrays: dict[fx.Node, Result] = field(default_factory=dict)
@@ -90,6 +91,7 @@ class Reading:
     reads_products: set[fx.Node] = field(default_factory=set)
     sizes: Sizes = field(default_factory=Sizes)
     indices: dict[Node, tuple[str, int]] = field(default_factory=dict)
+    places: dict[fx.Node, Array] = field(default_factory=dict)
     index_sizes: dict[Node, set[Size]] = field(default_factory=dict)  # of what they are read from
     vanished: dict[fx.Node, set[tuple[object, int]]] = field(default_factory=dict)
 

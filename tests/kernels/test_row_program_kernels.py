@@ -19,6 +19,7 @@ from tests.support.interpreter import inside, outside, quiet
 from tests.support.naive_rows import check
 from tests.support.row_cases import CASES, Sizes, check_errors, recorded
 from torch_streamkl import row_program
+from torch_streamkl.program.graph import apply
 from torch_streamkl.program.masks import Keys
 from torch_streamkl.rows.op import row_program as row_program_of
 from torch_streamkl.rows.problem import RowProblem
@@ -275,6 +276,54 @@ def test_a_maximum_is_returned() -> None:
     _largest_scores("cpu", 19, 70)
 
 
+def _places(
+    device: str, rows: int, keys: int, heads: int, dtype: torch.dtype = torch.float32
+) -> None:
+    """The first of the largest elements is at the place that torch has, also of NaN and ties."""
+    tracer = Tracer((1 if heads else 0,), (), Keys(), {})
+    score = tracer.dot(0)
+    if dtype != torch.float32:
+        score = apply(str(dtype).removeprefix("torch."), score)
+    place, total = tracer.reduce("argmax", score), tracer.reduce("logsumexp", tracer.dot(0))
+    program, _ = tracer.program([total, place])
+    make = torch.Generator().manual_seed(0)
+    q, k = (torch.randint(-2, 3, (1, heads or 1, n, 4), generator=make) for n in (rows, keys))
+    q, k = q.to(device, dtype), k.to(device, dtype)  # with many ties: products are whole numbers
+    q[0, :, 1], k[0, :, keys // 2] = 0.0, -2.0
+    for special in (None, torch.inf, -torch.inf, torch.nan):
+        if special is not None:
+            q[0, :, 2, 0], k[0, :, 5] = special, 1.0
+        given = [q.detach().requires_grad_(), k.detach().requires_grad_()]
+        found = row_program_of(given, program.text, True, "triton")[1]
+        assert torch.equal(found, (q @ k.mT).argmax(-1))
+        assert found.dtype == torch.int64 and not found.requires_grad
+        assert torch.equal(found, row_program_of(given, program.text, True, "torch")[1])
+        assert torch.equal(found, row_program_of(given, program.text, True, "reference")[1])
+
+
+PLACES = [(19, 70, 2), (3, 16, 1), (5, 131, 0)]
+
+
+@inside
+@pytest.mark.parametrize(("rows", "keys", "heads"), PLACES)
+def test_places_of_maxima(rows: int, keys: int, heads: int) -> None:
+    _places("cpu", rows, keys, heads)
+
+
+@inside
+def test_scores_of_a_narrow_type_are_rounded() -> None:
+    """1.0 and 1.0002 are one number of float16, of which the first place is that of torch."""
+    tracer = Tracer((1,), (), Keys(), {})
+    score = apply("float16", tracer.dot(0))
+    largest = tracer.reduce("max", score).args[0]
+    program, _ = tracer.program([tracer.reduce("argmax", score), largest])
+    q = torch.tensor([1.0, 2.0**-12]).half().expand(1, 1, 16, 2)
+    k = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]).half()[None, None]
+    for impl in ("triton", "torch", "reference"):
+        place, largest = row_program_of([q, k], program.text, False, impl)[:2]
+        assert (place == 1).all() and (largest == 1.0).all(), impl
+
+
 @inside
 @pytest.mark.parametrize("shape", [(1, 1, 19), (2, 1, 1)])
 def test_columns_broadcast(shape: tuple[int, ...]) -> None:
@@ -370,6 +419,14 @@ def test_example_on_a_gpu(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 def test_a_maximum_is_returned_on_a_gpu() -> None:
     _largest_scores("cuda", 193, 259)
+
+
+@on_a_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "keys", "heads"), [*PLACES, (193, 2059, 2), (193, 5059, 0)])
+def test_places_of_maxima_on_a_gpu(rows: int, keys: int, heads: int, dtype: torch.dtype) -> None:
+    _places("cuda", rows, keys, heads, dtype)
 
 
 @on_a_gpu

@@ -146,7 +146,7 @@ TESTED = {**OF_X, **{n: [*OF_X.get(n, []), *s] for n, s in OF_TWO.items()}}
 OVER_AXES = {"sum", "mean", "logsumexp", "softmax", "log_softmax"}  # test_over_keys_and_heads
 # nodes that rules and simplifications make of others
 INSIDE = {"mul0", "div0", "log_div", "norm", "int", "float"}
-INSIDE |= {"isnan", "isinf"}  # of the rewrite
+INSIDE |= {"isnan", "isinf", "bfloat16", "float16"}  # of the rewrite
 
 
 def test_every_operation_is_tested() -> None:

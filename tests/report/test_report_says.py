@@ -550,8 +550,8 @@ SAID = {
         "attention_alone", "attention probabilities that are compared with no other distribution"
     ),
     "rows of a loss are no second one": user("bhattacharyya", "1 of 1 loss fused"),
-    "equal argmaxes are no loss": Said(with_agreement, ("1 of 1 loss fused",), ("not fused",)),
-    "equal argmaxes alone": Said(of_logits(agreement), ("no distillation loss",), ("not fused",)),
+    "equal argmaxes": Said(with_agreement, ("3 of 3 losses fused",), ("not fused",)),
+    "equal argmaxes alone": Said(of_logits(agreement), ("2 of 2 losses fused",), ("not fused",)),
     # warnings
     "logarithms of log-probabilities": Said(
         of_logits(lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1), reduction="sum")),

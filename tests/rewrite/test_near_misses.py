@@ -104,7 +104,7 @@ def a_softmax_over_queries(s, t):
 # what is not fused, and a part of the reason
 LEFT = {
     "maps are inputs": (maps_are_inputs, "not made in this graph"),
-    "the largest element": (lambda s, t: elements(s, t).amax(-1).mean(), "amax"),
+    "the largest element": (lambda s, t: elements(s, t).amax(-1).mean(), "gradient of a maximum"),
     "one map is an input": (one_map_is_an_input, "not made in this graph"),
     "a softmax over queries": (a_softmax_over_queries, "different dimensions"),
     "keys that may repeat": (partial(at_keys, ids=lambda ids: ids // 2), "gather"),

@@ -200,8 +200,9 @@ def the_log_sum_exp_of_a_row_without_keys(function, z, t, w, keep):
     return (w * z.tanh() * t.softmax(-1) * function(lse)).sum(-1)
 
 
-@PROGRAMS.each({x: OF_LSE[x] for x in ("exp", "comparison")}, sites=0)
+@PROGRAMS.each({x: OF_LSE[x] for x in ("exp", "comparison")}, sites=1)
 def the_maximum_of_a_row_without_keys(function, z, t, w, keep):
+    """It is minus infinity where a program returns it, and 0 where elements subtract it."""
     peak = z.masked_fill(~keep, -INFINITY).amax(-1, keepdim=True).detach()
     return (w * z.softmax(-1) * t.softmax(-1) * function(peak)).sum(-1)
 

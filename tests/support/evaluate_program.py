@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from torch_streamkl.program.graph import ANY, FLOAT, INT, LOGSUMEXP, MAX, Axis, ordered
+from torch_streamkl.program.graph import ANY, ARGMAX, FLOAT, INT, LOGSUMEXP, MAX, Axis, ordered
 from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.walks import walk
 
@@ -146,6 +146,7 @@ _REDUCTIONS = {
     LOGSUMEXP: _log_sum_exp,
     MAX: lambda x, d: x.amax(d),
     ANY: lambda x, d: x.any(d),
+    ARGMAX: lambda x, d: x.argmax(d),
 }
 
 

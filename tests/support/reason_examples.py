@@ -119,7 +119,8 @@ def temperature_of_entropies(h, w, g, v):
     t = g @ v.T
     p = t.softmax(-1)
     temperature = 1 - (p * p.log()).sum(-1, keepdim=True)
-    return F.kl_div((h @ w.T).log_softmax(-1), (t / temperature).softmax(-1), reduction="batchmean")
+    s = (h @ w.T).log_softmax(-1)
+    return F.kl_div(s, (t / temperature).softmax(-1), reduction="batchmean")
 
 
 @example("a loss over rows: a relation of tokens, a norm of a whole map, averages of a column")

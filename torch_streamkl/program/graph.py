@@ -30,8 +30,7 @@ from torch_streamkl.program.sources import Source as Source
 BOOL, INT, FLOAT = "bool", "int", "float"
 _ORDER = (BOOL, INT, FLOAT)
 SUM, LOGSUMEXP, MAX, ANY = "sum", "logsumexp", "max", "any"
-BLOCK_SUM = "block_sum"
-
+ARGMAX, BLOCK_SUM = "argmax", "block_sum"
 
 SMALLEST = 2.0**-100  # what is as large is far above the smallest numbers of every type
 
@@ -463,19 +462,20 @@ def _broadcast(simple: Node, op: str, args: Sequence[Node]) -> Node | None:
 def reduce(kind: str, axis: Axis, x: Node, size: int = 0) -> Node:
     """Returns a sum, log-sum-exp, maximum or "any" over an axis; of blocks of ``size`` keys.
 
-    A log-sum-exp is -inf where all elements are.
+    A log-sum-exp is -inf where all elements are. "argmax" is the place of the first maximum.
     """
     x = x if kind == ANY else cast(x, FLOAT)
     _check_no_blocks((x,))
     low, high = x.range
     if kind in (SUM, BLOCK_SUM):
         low, high = 0.0 if low >= 0.0 else -math.inf, 0.0 if high <= 0.0 else math.inf
-    elif kind == LOGSUMEXP:
+    elif kind in (LOGSUMEXP, ARGMAX):
         low, high = -math.inf, math.inf
     is_finite = x.is_finite if kind == LOGSUMEXP or axis.name not in ("row", "key") else True
     about = Reduction(kind, axis, size)
     axes = x.axes - {axis}
-    return intern("reduce", (x,), about, x.dtype, axes, is_finite, (low, high))
+    dtype = INT if kind == ARGMAX else x.dtype
+    return intern("reduce", (x,), about, dtype, axes, is_finite, (low, high))
 
 
 def sum_heads(x: Node) -> Node:

@@ -237,6 +237,11 @@ def _comparison(symbol: str, run: Callable[..., Any], commutes: bool = False) ->
     return Operation(2, run, text, None, "bool", True, commutes, range=ranges.UNIT)
 
 
+def _rounding(dtype: torch.dtype, name: str) -> Operation:
+    text = f"{{0}}.to(tl.{name}).to(tl.float32)"
+    return Operation(1, lambda a: a.to(dtype).to(a.dtype), text, None, range=ranges.SAME)
+
+
 def _floor_divide(a: Tensor, b: Tensor) -> Tensor:
     return torch.div(a, b, rounding_mode="floor")
 
@@ -291,6 +296,9 @@ OPERATIONS: dict[str, Operation] = {
         1, lambda a: a.to(torch.int64), "{0}.to(tl.int32)", None, "int", True, range=ranges.SAME
     ),
     "float": Operation(1, lambda a: a * 1.0, "{0} * 1.0", None, is_finite=True, range=ranges.SAME),
+    # what a product of a narrow type is
+    "bfloat16": _rounding(torch.bfloat16, "bfloat16"),
+    "float16": _rounding(torch.float16, "float16"),
     "exp": Operation(
         1,
         torch.exp,

@@ -41,6 +41,7 @@ from torch_streamkl.program.functions import (
 )
 from torch_streamkl.program.graph import (
     ANY,
+    ARGMAX,
     BOOL,
     BOUND,
     CONTRACT,
@@ -122,6 +123,8 @@ def reduced(kind: str, axis: Axis, body: Node) -> Node:
     if axis not in body.axes and (body.op != "const" or axis.size is not None):
         if kind in (MAX, ANY):
             return body
+        if kind == ARGMAX:
+            return const(0.0, INT)
         if kind == SUM and axis.size is not None:
             return product(size_of(axis.size), body)
         if kind == LOGSUMEXP and isinstance(axis.size, int):

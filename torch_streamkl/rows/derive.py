@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch_streamkl.program.derive import adjoints, tangent
 from torch_streamkl.program.graph import (
+    ARGMAX,
     FLOAT,
     KEY,
     LOGSUMEXP,
@@ -87,7 +88,7 @@ def _varying(program: Program) -> list[bool]:
             continue
         is_smooth = x.op not in OPERATIONS or OPERATIONS[x.op].rule is not None
         if x.op == "reduce":
-            is_smooth = x.value.kind != MAX
+            is_smooth = x.value.kind not in (MAX, ARGMAX)
         found[x] = is_smooth and any(found[a] for a in x.args)
     return [found[x] for x in program.reduced]
 
@@ -125,7 +126,7 @@ def backward_plan(program: Program) -> BackwardPlan:
     """
     seeds, reached = [], _reached(program)
     for c, value in enumerate(program.reduced):
-        if value.value.kind == MAX or c not in reached:
+        if value.value.kind in (MAX, ARGMAX) or c not in reached:
             continue
         axes = head_axes(value.head) | ({ROW, KEY} if value.value.size else {ROW})
         t = seed(c, axes)

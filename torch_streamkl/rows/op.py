@@ -292,9 +292,10 @@ def _sum_fake(
     problem = RowProblem.of(program, tensors)
     total = tensors[0].new_empty((), dtype=problem.compute_dtype)
     reductions = problem.program.reductions
+    returned = [reductions[c] for c in problem.program.outputs]
     values = [
-        total.new_empty(problem.value_shape(reductions[c].head, 0))
-        for c in problem.program.outputs
+        total.new_empty(problem.value_shape(r.head, 0), dtype=problem.dtype_of(r.kind))
+        for r in returned
     ]
     return [total, *_backward_fake((), (), (), needs_grad, tensors, program, impl), *values]
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_streamkl.program.graph import ARGMAX
 from torch_streamkl.rows.program import KEY, PAIR, ROW, VALUES, Program
 
 Slices = tuple[slice, slice, slice]  # of batch, rows and keys
@@ -81,6 +82,10 @@ class RowProblem:
         """Returns the dtype of elements and per-row values."""
         is_double = self.like.dtype == torch.float64
         return torch.float64 if is_double else torch.float32
+
+    def dtype_of(self, kind: str) -> torch.dtype:
+        """Returns the dtype of per-row values of a kind."""
+        return torch.int64 if kind == ARGMAX else self.compute_dtype
 
     def num_heads(self, axis: int) -> int:
         """Returns the size of an axis of heads; 0 is none."""

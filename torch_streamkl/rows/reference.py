@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_streamkl.program.graph import BLOCK_SUM, LOGSUMEXP, MAX, Node
+from torch_streamkl.program.graph import ARGMAX, BLOCK_SUM, LOGSUMEXP, MAX, Node
 from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.steps import Schedule
 from torch_streamkl.rows.problem import RowProblem
@@ -103,6 +103,9 @@ def forward(problem: RowProblem) -> list[Tensor]:
             results[c] = torch.where(is_empty, -math.inf, lse)
             zero_if_empty = (torch.where(is_empty, 0.0, y) for y in (peak, row_sum))
             values[c] = RowValue(results[c], *zero_if_empty)
+        elif reduction.kind == ARGMAX:
+            x = x if keep is None else torch.where(keep, x, -math.inf)
+            results[c] = x.detach().argmax(-1)
         elif reduction.kind == MAX:
             x = x if keep is None else torch.where(keep, x, -math.inf)
             results[c] = x.amax(-1).detach()
@@ -122,7 +125,7 @@ def forward(problem: RowProblem) -> list[Tensor]:
 def _connected(problem: RowProblem, value: Tensor) -> Tensor:
     """Connects a value to every tensor, so that all of them get a gradient, which may be 0."""
     for x in problem.differentiable:
-        if x.requires_grad:
+        if x.requires_grad and value.is_floating_point():
             value = value + x[:0].sum().to(value.dtype)
     return value
 

@@ -138,6 +138,26 @@ def block_sums(x: Tensor, first: int, size: int, dtype: torch.dtype) -> tuple[sl
     return blocks, torch.cat([*sums[: head > 0], *inside, *sums[1 : 1 + (count > after)]], -1)
 
 
+def add(x: Tensor, first: int, size: int, total: Tensor) -> None:
+    """Adds elements from the key ``first`` on to the sums of their rows, or of their blocks."""
+    if not size:
+        total += x.sum(-1, dtype=total.dtype)
+        return
+    blocks, sums = block_sums(x, first, size, total.dtype)
+    total[..., blocks] += sums
+
+
+def add_place(x: Tensor, first: int, peak: Tensor, place: Tensor) -> None:
+    """Updates the largest elements of rows and their first places by those from a key on.
+
+    NaN is the largest, as it is for torch.
+    """
+    value, at = x.max(-1)
+    is_larger = (value > peak) | (value.isnan() & ~peak.isnan())
+    place.copy_(torch.where(is_larger, at + first, place))
+    peak.copy_(torch.where(is_larger, value, peak))
+
+
 def usable(value: Tensor, parts: tuple[Tensor, Tensor] | None, is_sum: bool) -> RowValue:
     """Returns a reduction as elements use it.
 

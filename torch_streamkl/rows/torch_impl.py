@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.program import meanings
+from torch_streamkl.program.graph import ARGMAX
 from torch_streamkl.program.steps import Step
 from torch_streamkl.rows import derive, losses, tile
 from torch_streamkl.rows.losses import RowLoss
@@ -199,7 +200,7 @@ def allocate(problem: RowProblem, is_differentiated: bool) -> Result:
         return make(problem.value_shape(head, size), dtype=dtype)
 
     return Result(
-        [empty(r.head, r.size) for r in problem.program.reductions],
+        [empty(r.head, r.size, problem.dtype_of(r.kind)) for r in problem.program.reductions],
         [
             (empty(problem.program.reductions[c].head), empty(problem.program.reductions[c].head))
             for c in problem.program.logsumexps
@@ -256,6 +257,11 @@ def _pass(
     row_sums = {
         slot: full(head, 0.0) for slot, (_, head) in maxima.items() if slot in program.logsumexps
     }
+    places = {
+        slot: full(head, 0, torch.int64)
+        for slot, (_, head) in maxima.items()
+        if program.reductions[slot].kind == ARGMAX
+    }
     for at in key_blocks(problem, batch, rows):
         keep = tile.allowed(problem, at)
         elements = _evaluate(problem, plan.nodes, roots, at, known, {}, dot)
@@ -264,10 +270,13 @@ def _pass(
             if slot in totals:
                 x = x.expand(*totals[slot].shape[:3], num_keys)
                 x = x if keep is None else torch.where(keep, x, 0.0)
-                _add(x, at[2].start, sizes[slot], totals[slot])
+                tile.add(x, at[2].start, sizes[slot], totals[slot])
             else:
                 x = x.expand(*peaks[slot].shape, num_keys)
                 x = x if keep is None else torch.where(keep, x, -math.inf)
+                if slot in places:
+                    tile.add_place(x, at[2].start, peaks[slot], places[slot])
+                    continue
                 peak = torch.maximum(peaks[slot], x.amax(-1))
                 base = torch.where(peak.isinf(), 0.0, peak)  # inf - inf is NaN
                 if slot in row_sums:
@@ -275,19 +284,10 @@ def _pass(
                     row_sums[slot] += (x - base[..., None]).exp().sum(-1)
                 peaks[slot] = peak
     parts = {slot: (peaks[slot], row_sum.log()) for slot, row_sum in row_sums.items()}
-    totals |= {slot: peak for slot, peak in peaks.items() if slot not in row_sums}
+    totals |= {slot: peak for slot, peak in peaks.items() if slot not in row_sums} | places
     for slot, (peak, row_sum) in parts.items():
         totals[slot] = torch.where(peak == -math.inf, -math.inf, peak + row_sum)
     return totals, parts
-
-
-def _add(x: Tensor, first: int, size: int, total: Tensor) -> None:
-    """Adds elements from the key ``first`` on to the sums of their rows, or of their blocks."""
-    if not size:
-        total += x.sum(-1, dtype=total.dtype)
-        return
-    blocks, sums = tile.block_sums(x, first, size, total.dtype)
-    total[..., blocks] += sums
 
 
 def row_gradients(

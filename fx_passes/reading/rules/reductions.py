@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
+from torch import fx
 
 from torch_streamkl.fx_passes.reading import arrays, types
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, applied, number_of, rule
+from torch_streamkl.fx_passes.reading.rules.views import RESHAPES, SAME
 from torch_streamkl.program.canonical import choose, compare, linear, product, scaled, subtracted
 from torch_streamkl.program.functions import exponential, function, quotient
-from torch_streamkl.program.graph import ANY, LOGSUMEXP, MAX, SUM, Node, const, size_of
+from torch_streamkl.program.graph import (
+    ANY,
+    ARGMAX,
+    CONTRACT,
+    FLOAT,
+    INT,
+    LOGSUMEXP,
+    MAX,
+    SUM,
+    Node,
+    const,
+    size_of,
+)
 from torch_streamkl.program.reductions import reduced
 from torch_streamkl.program.walks import walk
 
 aten = torch.ops.aten
+COMPARISONS = {
+    getattr(getattr(aten, name), kind) for name in ("eq", "ne") for kind in ("Tensor", "Scalar")
+}
 
 
 def over(kind: str, x: Array, dims: Sequence[int], keepdim: bool = False) -> Array:
@@ -94,11 +112,49 @@ def amax(call: Call) -> Array:
 
 @rule(aten.max.dim)
 def max_along(call: Call) -> tuple[Array | None, ...]:
-    """Reads maxima, not where they are."""
+    """Reads maxima, and where they are."""
     x = call.array("self")
     d = call.dim()
     kept = call.keepdim or not x.dims
-    return over(MAX, x, [d] if x.dims else [], kept), None
+    places = [u for u in call.node.users if u.target is operator.getitem and u.args[1] == 1]
+    is_read = places and x.dims and not any(map(_are_positions, places))
+    found = _places(call, x, d, kept) if is_read else None
+    return over(MAX, x, [d] if x.dims else [], kept), found
+
+
+@rule(aten.argmax.default)
+def argmax(call: Call) -> Array:
+    """Reads the places of the first maxima. Those that other code reads at are a tensor."""
+    x = call.array("self")
+    if not x.dims or (not call.has("dim") and len(x.dims) > 1):
+        raise NoRule("argmax along several dimensions")
+    found = _places(call, x, call.dim(-1) if call.has("dim") else 0, call.keepdim)
+    if _are_positions(call.node):
+        assert isinstance(call.value, torch.Tensor)
+        call.reader.reading.places[call.node] = call.reader.fitted(call.node, found, call.value)
+        raise NoRule("argmax gives positions at which something is read")
+    return found
+
+
+def _places(call: Call, x: Array, d: int, keepdim: bool) -> Array:
+    if x.expr.dtype != FLOAT:
+        raise NoRule("argmax of what is no floating-point number")
+    x = arrays.with_one_axis(x, d)
+    if not x.dims[d]:
+        x = x.map(lambda e: const(0.0, INT))
+    dtype = call.dtype_of("self")
+    if dtype is not None and dtype.itemsize < 4 and x.expr.op != CONTRACT:
+        raise NoRule("argmax of numbers of a narrow type, which are rounded more than once")
+    return over(ARGMAX, x, [d], keepdim)
+
+
+def _are_positions(node: fx.Node) -> bool:
+    """Whether an operation may read something at the positions that a tensor holds."""
+    users = [u for u in node.users if u.op != "output"]
+    return any(
+        _are_positions(u) if u.target in SAME | RESHAPES else u.target not in COMPARISONS
+        for u in users
+    )
 
 
 @rule(aten.max.default)

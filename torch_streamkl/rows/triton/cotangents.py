@@ -44,7 +44,8 @@ def cotangents_of(
         ordered = [grads.get(c) for c in program.outputs]
         return row_kernels.cotangents_of(problem.of_block(*at), result, ordered)
     num_rows = at[1].stop - at[1].start
-    out = result.reductions[0].new_empty(len(program.reductions), 1, 1, num_rows)
+    size = (len(program.reductions), 1, 1, num_rows)
+    out = result.reductions[0].new_empty(size, dtype=problem.compute_dtype)
     arguments: dict[str, Any] = {"num_rows": num_rows, "out": out}
     arguments |= {f"r{c}": x for c, x in enumerate(result.reductions)}
     arguments |= {f"j{k}": x for k, x in enumerate(result.jacobians)}

@@ -46,6 +46,20 @@ def over_lanes(state, TILE: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constex
 
 
 @triton.jit
+def first_largest(best, place, x, n):
+    """Returns the largest elements [rows] and their first places, those of a tile at n included.
+
+    Elements are compared as integers of the same order, in which NaN is the largest, as for torch.
+    """
+    x = tl.where(x == 0.0, 0.0, x)  # -0.0 is as large
+    bits = x.to(tl.int32, bitcast=True)
+    order = tl.where(x != x, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+    top = tl.max(order, 1)
+    at = tl.min(tl.where(order == top[:, None], n, 0x7FFFFFFF), 1)
+    return tl.maximum(best, top), tl.where(top > best, at, place)
+
+
+@triton.jit
 def merged_lanes(peak, row_sum):
     """Returns the largest element [rows] and sum of exponentials relative to it, of lanes in
     nats.

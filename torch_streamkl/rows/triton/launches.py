@@ -33,6 +33,7 @@ from torch_streamkl.rows.program import ROW, Program
 from torch_streamkl.rows.torch_impl import Result
 from torch_streamkl.rows.triton import source as row_source
 from torch_streamkl.rows.triton.lanes import (
+    first_largest,
     lane_maxima,
     lane_sums,
     merged_lanes,
@@ -107,6 +108,7 @@ SCOPE = {
     "tl": tl,
     "Sequence": KeySequence,
     "Window": Window,
+    "first_largest": first_largest,
     "keys_of_rows": keys_of_rows,
     "lane_maxima": lane_maxima,
     "lane_sums": lane_sums,

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch_streamkl.program.graph import BLOCK_SUM, LOGSUMEXP, MAX, SUM
+from torch_streamkl.program.graph import ARGMAX, BLOCK_SUM, LOGSUMEXP, MAX, SUM
 from torch_streamkl.program.steps import Step, used_by
 from torch_streamkl.rows.derive import HEAD_OPERATIONS, BackwardPlan, forward_plan
 from torch_streamkl.rows.program import COLUMNS, VALUES, Program
 from torch_streamkl.rows.triton.writer import LOG2E, Source, Writer
 
+LOWEST = -0x7F800001  # -inf among the integers of lanes.first_largest
 LOW, HIGH = "float('-inf')", "float('inf')"
 
 
@@ -66,6 +67,10 @@ def sums_kernel(
             w.line(f"to{slot} = out{slot} + {place}")
             w.line(f"carried{slot} = tl.zeros([BLOCK_M], tl.float32)")
             continue
+        if kind == ARGMAX:
+            w.line(f"best{slot} = tl.full([BLOCK_M], {LOWEST}, tl.int32)")
+            w.line(f"place{slot} = tl.zeros([BLOCK_M], tl.int32)")
+            continue
         if kind != MAX:
             w.line(f"sum{slot} = tl.zeros([BLOCK_M, LANES], tl.float32)")
         if kind != SUM:
@@ -87,6 +92,8 @@ def sums_kernel(
         if kind == LOGSUMEXP:
             w.line(f"top{slot}, mass{slot} = merged_lanes(peak{slot}, sum{slot})")
             value = f"tl.where(mass{slot} == 0.0, {LOW}, top{slot} + tl.log(mass{slot}))"
+        elif kind == ARGMAX:
+            value = f"place{slot}"
         else:
             value = f"tl.sum(sum{slot}, 1)" if kind == SUM else f"tl.max(peak{slot}, 1)"
         place = f"batch * out{slot}_b + head * out{slot}_h + m"
@@ -129,6 +136,10 @@ def _accumulate(w: Writer, slot: int, node: int, kind: str, is_masked: bool) -> 
         given = f"to{slot}, {w.kept(node, '0.0', is_masked)}, carried{slot}, m < num_rows"
         size = block_size(w.program, slot)
         w.line(f"carried{slot} = store_blocks({given}, j, num_keys, {size})")
+        return
+    if kind == ARGMAX:
+        given = f"best{slot}, place{slot}, {w.kept(node, LOW, is_masked)}, n[None, :] + first_key"
+        w.line(f"best{slot}, place{slot} = first_largest({given})")
         return
     score = w.scaled(node) if kind == LOGSUMEXP else None
     is_folded = score is not None and score.factor > 0.0

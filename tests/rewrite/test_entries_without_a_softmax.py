@@ -1,0 +1,138 @@
+"""Logits at a cached teacher's ids that no softmax reads: products with these weight rows."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.comparing import compare
+from torch_streamkl.fx_passes import backend
+
+BATCH, TOKENS, WIDTH, VOCAB, IDS = 2, 37, 16, 203, 5
+OPTIONS = {"streamkl.min_mib": 0.0}
+
+
+def squares(s, ids, values):
+    return F.mse_loss(s.gather(-1, ids), values)
+
+
+def squares_of_rows(s, ids, values):
+    return ((s.gather(-1, ids).float() - values) ** 2).sum(-1).mean()
+
+
+def huber(s, ids, values):
+    return F.smooth_l1_loss(torch.take_along_dim(s / 0.7, ids, -1), values)
+
+
+def margin(s, ids, values):
+    chosen = s.gather(-1, ids)
+    return F.relu(1.0 - (chosen[..., 0] - chosen[..., 1])).mean()
+
+
+def of_some_tokens(s, ids, values):
+    kept = values[..., 0] > 0
+    rows = (s.gather(-1, ids) - values).square().mean(-1)
+    return (rows * kept).sum() / kept.sum()
+
+
+def returned(s, ids, values):
+    return s.gather(-1, ids)
+
+
+def of_a_cosine(s, ids, values):
+    return 1.0 - F.cosine_similarity(s.gather(-1, ids), values, dim=-1).mean()
+
+
+def beside_a_divergence(s, ids, values):
+    t = torch.linspace(-1, 1, VOCAB, dtype=s.dtype).roll(5)
+    t = t.log_softmax(-1).expand(s.shape)
+    kl = F.kl_div(s.log_softmax(-1), t, log_target=True, reduction="sum")
+    return kl + F.mse_loss(s.gather(-1, ids), values)
+
+
+ALONE = [squares, squares_of_rows, huber, margin, of_some_tokens, returned, of_a_cosine]
+
+
+def _inputs(kind="plain", dtype=torch.float32):
+    torch.manual_seed(0)
+    step = 3 if kind == "strided" else 1
+    spread = 30.0 if kind == "extreme" else 1.0
+    h, w = torch.randn(BATCH, TOKENS, WIDTH * step), torch.randn(VOCAB, WIDTH * step)
+    h, w = ((x * spread).to(dtype)[..., ::step].detach().requires_grad_() for x in (h, w))
+    values = torch.randn(BATCH, TOKENS, IDS).to(dtype)
+    ids = torch.rand(BATCH, TOKENS, VOCAB).argsort(-1)[..., :IDS]
+    if kind == "repeated":
+        ids[..., 3] = ids[..., 2]
+    return [h, w, ids.contiguous(), values]
+
+
+def _step(loss):
+    return lambda h, w, ids, values: loss(h @ w.T, ids, values)
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "extreme", "strided", "repeated"])
+@pytest.mark.parametrize("loss", [*ALONE, beside_a_divergence], ids=lambda f: f.__name__)
+def test_they_keep_no_logits(loss, kind, is_dynamic):
+    if loss is of_a_cosine and kind == "extreme":
+        pytest.skip("a quotient of large numbers")
+    outcome = compare(_step(loss), _inputs(kind), options=OPTIONS, dynamic=is_dynamic)
+    outcome.check()
+    assert outcome.num_fused == len(outcome.report.sites) > 0, str(outcome.report)
+    if loss is not beside_a_divergence:  # whose teacher is a tensor
+        assert outcome.kinds == {"entry_logits"}
+        assert outcome.report.num_remaining == 0, outcome.report.details()
+
+
+@pytest.mark.parametrize("loss", ALONE, ids=lambda f: f.__name__)
+def test_they_are_exact_in_float64(loss):
+    inputs = _inputs(dtype=torch.float64)
+    torch._dynamo.reset()
+    options = {**OPTIONS, "streamkl.inner": "eager"}
+    found = torch.compile(_step(loss), backend="streamkl", options=options)(*inputs)
+    expected = _step(loss)(*inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad(found.sum(), inputs[:2])
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected.sum(), inputs[:2]))
+
+
+@pytest.mark.parametrize("loss", [squares, returned])
+def test_bfloat16(loss):
+    outcome = compare(_step(loss), _inputs(dtype=torch.bfloat16), options=OPTIONS)
+    outcome.check()
+    assert outcome.num_fused == 1, str(outcome.report)
+
+
+def many_ids(s, ids, values):
+    ids = torch.arange(VOCAB // 2).expand(*s.shape[:2], -1)
+    return s.gather(-1, ids).square().mean()
+
+
+def read_as_a_whole(s, ids, values):
+    return squares(s, ids, values) + s.square().mean()
+
+
+def of_the_largest(s, ids, values):
+    """A router: its product is read as a whole."""
+    top = s.topk(2, -1).indices
+    return (s.gather(-1, top).tanh() * values[..., :2]).sum()
+
+
+def of_tokens(s, ids, values):
+    return s.gather(1, ids[:, :1, :1].clamp(max=TOKENS - 1).expand(-1, 1, VOCAB)).mean()
+
+
+@pytest.mark.parametrize("loss", [many_ids, read_as_a_whole, of_the_largest, of_tokens])
+def test_others_are_left_alone(loss):
+    outcome = compare(_step(loss), _inputs(), options=OPTIONS)
+    outcome.check()
+    assert outcome.num_fused == 0, str(outcome.report)
+
+
+def test_ids_out_of_range_raise_as_in_eager_code():
+    h, w, ids, values = _inputs()
+    ids[0, 0, 0] = VOCAB
+    torch._dynamo.reset()
+    step = torch.compile(_step(squares), backend="streamkl", options=OPTIONS)
+    with backend.collected() as report, pytest.raises((RuntimeError, IndexError)):
+        step(h, w, ids, values)
+    assert report.num_fused == 1

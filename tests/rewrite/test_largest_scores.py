@@ -1,0 +1,355 @@
+"""Metrics of the largest logits of a row, next to a loss: their values and places, which agree.
+
+They need no gradient, and keep no logits. A place is what torch has: the first of equal logits,
+and that of the first NaN.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.comparing import compare
+from torch_streamkl.fx_passes import backend
+
+TOKENS, WIDTH, TEACHER_WIDTH, VOCAB = 23, 16, 19, 101
+OPTIONS = {"streamkl.min_mib": 0.0}
+
+
+def kl(s, t):
+    return F.kl_div(s.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="sum")
+
+
+def the_largest(s, t):
+    return kl(s, t), s.detach().max(-1).values.mean(), t.amax(-1, keepdim=True)
+
+
+def agreement(s, t):
+    return kl(s, t), (s.argmax(-1) == t.argmax(-1)).float().mean()
+
+
+def agreement_of_views(s, t):
+    return kl(s, t), (s[:, None].argmax(-1) == t[:, None].argmax(dim=2)).sum()
+
+
+def agreement_of_probabilities(s, t):
+    p, q = s.softmax(-1), t.log_softmax(-1)
+    return kl(s, t), (p.argmax(-1) != q.argmax(-1)).float().mean()
+
+
+def accuracy(s, t):
+    labels = torch.arange(TOKENS) - 3
+    is_label = labels >= 0
+    return kl(s, t), ((s.argmax(-1) == labels) & is_label).sum() / is_label.sum()
+
+
+def accuracy_without_a_gradient(s, t):
+    with torch.no_grad():
+        largest, place = (s / 0.7).max(-1)
+        found = largest.mean(), (place == 5).float().mean()
+    return kl(s, t), *found
+
+
+def places_that_are_returned(s, t):
+    return kl(s, t), s.argmax(-1, keepdim=True)
+
+
+def of_some_keys(s, t):
+    """Of a padded vocabulary; metrics also of a row of which all keys are hidden."""
+    loss, hidden = kl(s, t), torch.arange(VOCAB) > 90
+    hidden = hidden | (torch.arange(TOKENS) == 3)[:, None]
+    s, t = s.masked_fill(hidden, -1e9), t.masked_fill(hidden, -1e9)
+    metrics = (s.argmax(-1) == t.argmax(-1)).float().mean(), s.detach().amax(-1).sum()
+    return loss, *metrics, t.softmax(-1).amax(-1).sum()
+
+
+def of_removed_keys(s, t):
+    hidden = torch.arange(VOCAB) % 7 == 0
+    s, t = s.masked_fill(hidden, -math.inf), t.masked_fill(hidden, -math.inf)
+    p, q = s.log_softmax(-1), t.softmax(-1)
+    rows = torch.where(hidden, 0.0, q * (t.log_softmax(-1) - p)).sum()
+    return rows, (s.argmax(-1) == t.argmax(-1)).float().mean(), q.amax(-1), t.amax(-1)
+
+
+def the_largest_difference(s, t):
+    return kl(s, t), (s.detach() - t).abs().amax(-1).mean()
+
+
+def the_entropy(s, t):
+    with torch.no_grad():
+        p = s.softmax(-1)
+        return kl(s, t), torch.special.entr(p).sum(-1).mean(), t.argmax(-1) == 7
+
+
+LOSSES = [
+    the_largest, agreement, agreement_of_views, agreement_of_probabilities, accuracy,
+    accuracy_without_a_gradient, places_that_are_returned, of_some_keys, of_removed_keys,
+    the_largest_difference, the_entropy,
+]  # fmt: skip
+
+
+def _inputs(spread=0.3, dtype=torch.float32, step=1):
+    torch.manual_seed(0)
+    sizes = ((TOKENS, WIDTH), (VOCAB, WIDTH), (TOKENS, TEACHER_WIDTH), (VOCAB, TEACHER_WIDTH))
+    wide = [torch.randn(n, m * step, dtype=dtype) * spread for n, m in sizes]
+    return [x[:, ::step].detach().requires_grad_(i < 2) for i, x in enumerate(wide)]
+
+
+def _step(loss):
+    return lambda h, w, th, tw: loss(h @ w.T, th @ tw.T)
+
+
+@pytest.mark.parametrize("kind", ["plain", "extreme", "strided", "symbolic"])
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
+def test_they_keep_no_logits(loss, kind):
+    inputs = _inputs(30.0 if kind == "extreme" else 0.3, step=3 if kind == "strided" else 1)
+    outcome = compare(_step(loss), inputs, options=OPTIONS, dynamic=kind == "symbolic")
+    outcome.check()
+    assert outcome.num_fused == len(outcome.report.sites) > 1, str(outcome.report)
+    assert outcome.report.num_remaining == 0, outcome.report.details()
+
+
+@pytest.mark.parametrize("loss", [the_largest, agreement, places_that_are_returned])
+def test_they_are_exact_in_float64(loss):
+    inputs = _inputs(dtype=torch.float64)
+    torch._dynamo.reset()
+    options = {**OPTIONS, "streamkl.inner": "eager"}
+    step = torch.compile(_step(loss), backend="streamkl", options=options)
+    found, expected = step(*inputs), _step(loss)(*inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad(found[0], inputs[:2])
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected[0], inputs[:2]))
+    assert [x.requires_grad for x in found] == [x.requires_grad for x in expected]
+
+
+@pytest.mark.parametrize("special", [None, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_and_special_logits(dtype, special):
+    """Of whole numbers, so that many logits of a row are equal; bfloat16 rounds some of them."""
+    torch.manual_seed(0)
+    h, th = torch.randint(-9, 10, (2, TOKENS, 4)).to(dtype)
+    w, tw = torch.randint(-9, 10, (2, VOCAB, 4)).to(dtype)
+    h[1] = 0.0
+    if special is not None:
+        w[[7, 9], 0] = special
+    h.requires_grad_()
+
+    def step(h, w, th, tw):
+        s, t = h @ w.T, th @ tw.T
+        return kl(s, t), s.argmax(-1), t.argmax(-1), s.detach().amax(-1), s.argmax(-1) == 7
+
+    torch._dynamo.reset()
+    options = {**OPTIONS, "streamkl.inner": "eager", "streamkl.verify": "never"}
+    found = torch.compile(step, backend="streamkl", options=options)(h, w, th, tw)
+    for x, y in zip(found[1:], step(h, w, th, tw)[1:], strict=True):
+        assert x.dtype == y.dtype
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+def narrow(s, t):
+    return kl(s, t), (s.argmax(-1) == t.argmax(-1)).float().mean()
+
+
+def narrow_and_cast(s, t):
+    s, t = s.float(), t.float()
+    return kl(s, t), (s.argmax(-1) == t.argmax(-1)).float().mean()
+
+
+def narrow_and_scaled(s, t):
+    return kl(s, t), ((s * 0.7).argmax(-1) == t.argmax(-1)).float().mean()
+
+
+def narrow_probabilities(s, t):
+    return kl(s, t), (s.softmax(-1).argmax(-1) == t.argmax(-1)).float().mean()
+
+
+def probabilities_that_are_cast(s, t):
+    return kl(s, t), (s.softmax(-1).float().argmax(-1) == t.argmax(-1)).float().mean()
+
+
+# and how many logits remain of 16-bit products: scaled, they are rounded twice
+NARROW = {
+    narrow: 0, narrow_and_cast: 0, narrow_and_scaled: 2, narrow_probabilities: 2,
+    probabilities_that_are_cast: 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", NARROW, ids=lambda f: f.__name__)
+def test_products_of_a_narrow_type(loss):
+    outcome = compare(_step(loss), _inputs(dtype=torch.bfloat16), options=OPTIONS)
+    outcome.check()
+    assert min(outcome.report.num_remaining, 1) == min(NARROW[loss], 1), outcome.report.details()
+
+
+def with_a_gradient(s, t):
+    return kl(s, t) + s.amax(-1).sum()
+
+
+def of_all_elements(s, t):
+    return kl(s, t), s.argmax()
+
+
+def of_tokens(s, t):
+    return kl(s, t), s.detach().argmax(0), t.amax(0)
+
+
+def next_to_a_large_number(s, t):
+    """What is added takes the digits of the logits: all of a row are equal."""
+    return kl(s, t), (s + 1e9).argmax(-1)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [with_a_gradient, of_all_elements, of_tokens, next_to_a_large_number],
+    ids=lambda f: f.__name__,
+)
+def test_other_maxima_are_as_they_were(loss):
+    outcome = compare(_step(loss), _inputs(), options=OPTIONS)
+    outcome.check()
+    assert outcome.num_fused
+
+
+@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
+def test_probabilities_without_numbers(special):
+    """A softmax of a row without numbers is NaN, of which the first place is that of torch."""
+    torch.manual_seed(0)
+    h, w, th, tw = _inputs()
+    h = h.detach().index_fill(0, torch.tensor([4]), 0.0).requires_grad_()
+    with torch.no_grad():
+        w[7] = special
+
+    def step(h, w, th, tw):
+        s, t = h @ w.T, th @ tw.T
+        return kl(s, t), s.softmax(-1).argmax(-1), s.log_softmax(-1).max(-1).indices + 0
+
+    torch._dynamo.reset()
+    options = {**OPTIONS, "streamkl.inner": "eager", "streamkl.verify": "never"}
+    found = torch.compile(step, backend="streamkl", options=options)(h, w, th, tw)
+    for x, y in zip(found[1:], step(h, w, th, tw)[1:], strict=True):
+        assert torch.equal(x, y)
+
+
+# ------------------------------------------------------------------ places that are read at
+
+
+def hard_labels(s, t):
+    return kl(s, t) + F.cross_entropy(s, t.argmax(-1))
+
+
+def hard_labels_alone(s, t):
+    return -s.log_softmax(-1).gather(-1, t.argmax(-1, keepdim=True)).mean()
+
+
+def probability_of_the_teachers_choice(s, t):
+    with torch.no_grad():
+        chosen = s.softmax(-1).gather(-1, t.argmax(-1, keepdim=True)).mean()
+    return kl(s, t), chosen
+
+
+def labels_that_are_filled(s, t):
+    keep = torch.arange(TOKENS) % 3 > 0
+    labels = t.argmax(-1).masked_fill(~keep, -100)
+    return kl(s, t) + F.cross_entropy(s, labels)
+
+
+def labels_that_are_written_to(s, t):
+    labels = t.argmax(-1)
+    labels[torch.arange(TOKENS) % 3 == 0] = -100
+    return kl(s, t) + F.cross_entropy(s, labels)
+
+
+def labels_that_are_returned(s, t):
+    labels = t.argmax(-1)
+    return kl(s, t) + F.cross_entropy(s, labels), labels, labels + 1
+
+
+READ_AT = [
+    hard_labels, hard_labels_alone, probability_of_the_teachers_choice, labels_that_are_filled,
+    labels_that_are_written_to, labels_that_are_returned,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["plain", "extreme", "strided", "symbolic"])
+@pytest.mark.parametrize("loss", READ_AT, ids=lambda f: f.__name__)
+def test_places_that_are_read_at_keep_no_logits(loss, kind):
+    inputs = _inputs(30.0 if kind == "extreme" else 0.3, step=3 if kind == "strided" else 1)
+    outcome = compare(_step(loss), inputs, options=OPTIONS, dynamic=kind == "symbolic")
+    outcome.check()
+    assert outcome.num_fused == len(outcome.report.sites) > 1, str(outcome.report)
+    assert outcome.report.num_remaining == 0, outcome.report.details()
+
+
+@pytest.mark.parametrize("loss", READ_AT, ids=lambda f: f.__name__)
+def test_places_that_are_read_at_are_exact_in_float64(loss):
+    inputs = _inputs(dtype=torch.float64)
+    torch._dynamo.reset()
+    options = {**OPTIONS, "streamkl.inner": "eager"}
+    found = torch.compile(_step(loss), backend="streamkl", options=options)(*inputs)
+    expected = _step(loss)(*inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    found, expected = (x if isinstance(x, tuple) else (x,) for x in (found, expected))
+    gradients = torch.autograd.grad(found[0], inputs[:2])
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected[0], inputs[:2]))
+
+
+def labels_of_logits_that_are_read(s, t):
+    return kl(s, t) + F.cross_entropy(s, t.argmax(-1)), t.clone()
+
+
+def test_labels_of_logits_that_are_read_are_the_users():
+    outcome = compare(_step(labels_of_logits_that_are_read), _inputs(), options=OPTIONS)
+    outcome.check()
+    assert outcome.num_fused == 1, str(outcome.report)
+
+
+# ------------------------------------------------------------------ maxima of several dimensions
+
+
+def of_all(s, t):
+    return kl(s, t), s.detach().max(), t.amax((-1, -2))
+
+
+@pytest.mark.parametrize("special", [None, math.nan, math.inf])
+def test_maxima_of_all_elements(special):
+    h, w, th, tw = _inputs()
+    if special is not None:
+        with torch.no_grad():
+            h[3, 0] = th[5, 1] = special
+    torch._dynamo.reset()
+    options = {**OPTIONS, "streamkl.inner": "eager", "streamkl.verify": "never"}
+    with backend.collected() as report:
+        step = torch.compile(_step(of_all), backend="streamkl", options=options)
+        found = step(h, w, th, tw)
+    expected = _step(of_all)(h, w, th, tw)
+    torch.testing.assert_close(found[1:], expected[1:], equal_nan=True)
+    assert report.num_fused
+
+
+# ------------------------------------------------------------------ attention
+
+
+def with_attention(z, t, mask):
+    z, t = (x.masked_fill(~mask, -math.inf) for x in (z, t))
+    p, q = z.log_softmax(-1), t.softmax(-1)
+    loss = torch.where(mask, q * (t.log_softmax(-1) - p), 0.0).sum(-1).mean()
+    agreement = (z.argmax(-1) == q.argmax(-1)).float().mean()
+    return loss, agreement, z.detach().amax(-1).mean(), q.amax(-1).mean()
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_of_attention(heads):
+    torch.manual_seed(0)
+    sizes = ((2, 2, 19, 8), (2, heads, 19, 8), (2, 2, 19, 6), (2, heads, 19, 6))
+    inputs = [torch.randn(n).requires_grad_(i < 2) for i, n in enumerate(sizes)]
+    mask = torch.ones(19, 19, dtype=torch.bool).tril()
+
+    def step(q, k, r, u):
+        z, t = (a @ b.expand(2, 2, -1, -1).mT for a, b in ((q, k), (r, u)))
+        return with_attention(z / 2.0, t / 2.0, mask)
+
+    outcome = compare(step, inputs, options=OPTIONS)
+    outcome.check()
+    # heads that share their keys become rows, along which the mask varies in part
+    assert outcome.num_fused == (5 if heads > 1 else 1), str(outcome.report)
+    assert (outcome.report.num_remaining == 0) == (heads > 1), outcome.report.details()
