@@ -249,9 +249,8 @@ class Inserting:
 
         All of them are known by the first one's name: they are refused together.
         """
-        nodes, build = [o.node for o in plan.outputs], self.builder(plan.first)
-        name, form = plan.first.name, describe_program(plan)
-        device = tensor_of(nodes[0]).device.type
+        name, build = plan.first.name, self.builder(plan.first)
+        device = tensor_of(plan.first).device.type
         small = why_program_is_left(plan.form.replaced, device, self.min_mib)
         small = small or why_ids_are_left(plan.form, device, self.min_mib)
         reason = ""
@@ -266,11 +265,14 @@ class Inserting:
         except Unsupported as blocked:
             reason, small = str(blocked), ""
         kind = operator_of(plan)
-        site = Site(not reason and not small, kind, form, reason, "", node=name)
+        site = Site(not reason and not small, kind, "", reason, "", node=name)
         hint = hint_for(reason) if reason else FORCE_SIZE if small else ""
         site = replace(site, skipped=small, hint=hint)
-        places = (location_of(node) for node in nodes)
-        return [replace(site, location=location, code=code) for location, code in places]
+        return [self._of_output(site, plan, output) for output in plan.outputs]
+
+    def _of_output(self, site: Site, plan: ProgramPlan, output: RowOutput) -> Site:
+        location, code = location_of(output.node)
+        return replace(site, form=describe_program(plan, output), location=location, code=code)
 
     def _check_readers(self, plan: ProgramPlan, output: RowOutput) -> None:
         """Raises Unsupported if code after a sum would see another number than in eager code."""

@@ -60,12 +60,17 @@ from torch_streamkl.fx_passes.planning.row_levels import Levels
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim, NoView, met
 from torch_streamkl.fx_passes.reading.positions import nodes_read, source_name
 from torch_streamkl.fx_passes.reading.reader import Reading, trained
-from torch_streamkl.program.graph import Node
+from torch_streamkl.program.graph import ARGMAX, BLOCK_SUM, LOGSUMEXP, MAX, SUM, Node
 
 UNKNOWN_SIZE = 1 << 13  # of a dimension that only data decides
 SUMS = {
     "sum", "mean", "logsumexp", "kl_div", "mse_loss", "l1_loss", "cross_entropy_loss",
     "linalg_vector_norm", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits",
+}  # fmt: skip
+# what a result is called whose program returns such values, the first that there is
+REDUCTIONS = {
+    SUM: "a sum", BLOCK_SUM: "a sum", ARGMAX: "the place of a maximum", MAX: "a maximum",
+    LOGSUMEXP: "a log-sum-exp",
 }  # fmt: skip
 
 
@@ -440,8 +445,8 @@ def operator_of(plan: ProgramPlan) -> str:
     return "entry_log_probs" if plan.form.chosen else "entry_logits"
 
 
-def describe_program(plan: ProgramPlan) -> str:
-    """Returns the form of a row program."""
+def describe_program(plan: ProgramPlan, output: RowOutput) -> str:
+    """Returns the form of one result of a row program."""
     form, products = plan.form, len(plan.form.products)
     if form.program is None:
         return "of a product at given ids"
@@ -449,7 +454,7 @@ def describe_program(plan: ProgramPlan) -> str:
     what = "the product" if products == 1 else f"{products} products"
     sizes = sorted({r.size for r in form.program.reductions if r.size})
     keys = f"blocks of {' and '.join(map(str, sizes))} keys" if sizes else "keys"
-    text = f"a sum over {keys} of {what}"
+    text = f"{_reduction_of(plan, output)} over {keys} of {what}"
     if form.axes.is_summed:
         are_heads = any(
             set(heads) & p.rows.axes and set(heads) & p.keys.axes
@@ -459,6 +464,13 @@ def describe_program(plan: ProgramPlan) -> str:
     text += f", {levels} passes" if levels > 1 else ""
     is_beside = any(c.scale is not None for c in form.chosen)
     return f"{text}, and entry_log_probs" if is_beside else text
+
+
+def _reduction_of(plan: ProgramPlan, output: RowOutput) -> str:
+    """Names what a result is over the keys."""
+    program = plan.form.program_of_root(plan.outputs.index(output))
+    kinds = {program.reductions[c].kind for c in program.outputs} if program else set()
+    return next((name for kind, name in REDUCTIONS.items() if kind in kinds), "a sum")
 
 
 def _is_unread(node: fx.Node, gone: Collection[fx.Node], memory: Memory) -> bool:

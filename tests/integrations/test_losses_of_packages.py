@@ -120,7 +120,7 @@ def test_several_losses_of_drafts() -> None:
 
 
 def test_a_step_of_eagle_three() -> None:
-    """Its metrics need each token's largest logit: the logits stay for them, the loss fuses.
+    """Its metrics compare the places of both largest logits, which are values of the same program.
 
     They select rows by a mask, which breaks the graph unless Dynamo captures sizes of data.
     """
@@ -139,8 +139,9 @@ def test_a_step_of_eagle_three() -> None:
     assert "graph break at" in str(outcome.report), outcome.report
     assert not outcome.num_fused, outcome.report
     outcome = judged(program, heads(), **CAPTURE)
-    assert outcome.kinds == {"linear_kl"} and outcome.num_fused == 1, outcome.report
-    assert "argmax" in outcome.report.details(), outcome.report.details()
+    assert outcome.kinds == {"row_program"}, outcome.report
+    assert outcome.num_fused == len(outcome.report.sites) == 3, outcome.report
+    assert outcome.report.num_remaining == 0, outcome.report.details()
 
 
 # ------------------------------------------------------------------------ lightly
