@@ -30,12 +30,11 @@ from torch_streamkl.fx_passes.planning.profitability import (
     why_program_is_left,
 )
 from torch_streamkl.fx_passes.planning.readers import Readers, readers_behind
+from torch_streamkl.fx_passes.planning.row_descriptions import describe_program, operator_of
 from torch_streamkl.fx_passes.planning.row_plans import (
     ProgramPlan,
     RowOutput,
     RowPlanner,
-    describe_program,
-    operator_of,
     special_reason,
     why_special,
 )

@@ -60,17 +60,13 @@ from torch_streamkl.fx_passes.planning.row_levels import Levels
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim, NoView, met
 from torch_streamkl.fx_passes.reading.positions import nodes_read, source_name
 from torch_streamkl.fx_passes.reading.reader import Reading, trained
-from torch_streamkl.program.graph import ARGMAX, BLOCK_SUM, LOGSUMEXP, MAX, SUM, Node
+from torch_streamkl.program.graph import Node
+from torch_streamkl.rows.program import Program
 
 UNKNOWN_SIZE = 1 << 13  # of a dimension that only data decides
 SUMS = {
     "sum", "mean", "logsumexp", "kl_div", "mse_loss", "l1_loss", "cross_entropy_loss",
     "linalg_vector_norm", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits",
-}  # fmt: skip
-# what a result is called whose program returns such values, the first that there is
-REDUCTIONS = {
-    SUM: "a sum", BLOCK_SUM: "a sum", ARGMAX: "the place of a maximum", MAX: "a maximum",
-    LOGSUMEXP: "a log-sum-exp",
 }  # fmt: skip
 
 
@@ -108,6 +104,10 @@ class ProgramPlan:
         """Returns the tensors of the trace that the products are made of."""
         every = (source_name(x) for p in self.form.products for x in (p.rows, p.keys))
         return [x for x in every if isinstance(x, fx.Node)]
+
+    def program_of(self, output: RowOutput) -> Program | None:
+        """Returns the part of the program that computes one result; None if entries do."""
+        return self.form.program_of_root(self.outputs.index(output))
 
     @property
     def first(self) -> fx.Node:
@@ -422,7 +422,7 @@ def why_special(plan: ProgramPlan, output: RowOutput, found: Readers) -> str:
 
     ``found`` is what reads it: operations that make a number of NaN, or of infinity.
     """
-    program = plan.form.program_of_root(plan.outputs.index(output))
+    program = plan.program_of(output)
     if program is None:  # entries have the numbers of the whole product
         return ""
     names = found.special
@@ -436,41 +436,6 @@ def why_special(plan: ProgramPlan, output: RowOutput, found: Readers) -> str:
 def special_reason(name: str) -> str:
     """Returns the reason why an operation that makes numbers of NaN keeps a sum as it is."""
     return f"{name} reads the sum, and eager has NaN or infinity where it has a value"
-
-
-def operator_of(plan: ProgramPlan) -> str:
-    """Returns the operator that computes a plan; one of rows comes before those of entries."""
-    if plan.form.program is not None:
-        return "row_program"
-    return "entry_log_probs" if plan.form.chosen else "entry_logits"
-
-
-def describe_program(plan: ProgramPlan, output: RowOutput) -> str:
-    """Returns the form of one result of a row program."""
-    form, products = plan.form, len(plan.form.products)
-    if form.program is None:
-        return "of a product at given ids"
-    levels = max(form.program.levels)
-    what = "the product" if products == 1 else f"{products} products"
-    sizes = sorted({r.size for r in form.program.reductions if r.size})
-    keys = f"blocks of {' and '.join(map(str, sizes))} keys" if sizes else "keys"
-    text = f"{_reduction_of(plan, output)} over {keys} of {what}"
-    if form.axes.is_summed:
-        are_heads = any(
-            set(heads) & p.rows.axes and set(heads) & p.keys.axes
-            for p, heads in zip(form.products, form.axes.heads, strict=True)
-        )
-        text += ", summed over heads" if are_heads else ", summed over a leading dimension"
-    text += f", {levels} passes" if levels > 1 else ""
-    is_beside = any(c.scale is not None for c in form.chosen)
-    return f"{text}, and entry_log_probs" if is_beside else text
-
-
-def _reduction_of(plan: ProgramPlan, output: RowOutput) -> str:
-    """Names what a result is over the keys."""
-    program = plan.form.program_of_root(plan.outputs.index(output))
-    kinds = {program.reductions[c].kind for c in program.outputs} if program else set()
-    return next((name for kind, name in REDUCTIONS.items() if kind in kinds), "a sum")
 
 
 def _is_unread(node: fx.Node, gone: Collection[fx.Node], memory: Memory) -> bool:

@@ -6,6 +6,7 @@ that is right may be stopped.
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch_streamkl.fx_passes.options import RewriteOptions
 from torch_streamkl.fx_passes.reporting.report import Report
 from torch_streamkl.fx_passes.validation import check, records
 from torch_streamkl.fx_passes.validation.isolation import isolated
+from torch_streamkl.program.operations import OPERATIONS
 
 FAILED = "the check failed: "
 LENIENT = {"min_mib": 0, "verify_max_seconds": 60.0}
@@ -414,6 +416,48 @@ def all_but_one(s, t):
     keep = torch.zeros(5, 9, dtype=torch.bool)
     keep.scatter_(-1, torch.tensor([[3]] * 5), True)
     return keep.logical_not_()
+
+
+def largest_places(h, w, g, v):
+    s, t = h @ w.T, g @ v.T
+    with torch.no_grad():
+        agreement = (s.argmax(-1) == t.max(-1).indices).float().mean()
+    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean"), agreement
+
+
+def _places_of(change, monkeypatch):
+    """The report of a program whose kernels round the logits by `change`."""
+    rounding = OPERATIONS["bfloat16"]
+    monkeypatch.setitem(OPERATIONS, "bfloat16", replace(rounding, run=change))
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((384, 32), (512, 32), (384, 48), (512, 48))
+    inputs = [torch.randn(n, generator=generator).bfloat16() for n in sizes]
+    inputs[:2] = [x.requires_grad_() for x in inputs[:2]]
+    return compiled(largest_places, inputs, min_mib=0)
+
+
+def test_places_of_maxima_that_another_rounding_finds_pass(monkeypatch):
+    """Sums in another order round some logits to their other neighbour."""
+    seen = []
+
+    def cut_off(a):
+        found = (a.float().view(torch.int32) & -65536).view(torch.float32).to(a.dtype)
+        seen.append(int((found.argmax(-1) != a.bfloat16().argmax(-1)).sum()))
+        return found
+
+    report = _places_of(cut_off, monkeypatch)
+    assert report.num_fused == len(report.sites) == 3, report
+    assert sum(seen) > 10
+
+
+@expects_failed_checks
+def test_places_of_what_is_no_maximum_are_caught(monkeypatch):
+    def shifted(a):
+        return a + 0.1 * (torch.arange(a.shape[-1]) % 2)
+
+    report = _places_of(shifted, monkeypatch)
+    assert not any("maximum" in site.form for site in report.sites if site.fused), report
+    assert any(FAILED in site.reason for site in report.sites), report
 
 
 @pytest.mark.parametrize("made", [top_of_the_teacher, all_but_one])

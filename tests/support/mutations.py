@@ -1026,8 +1026,8 @@ FAULTS = (
     ),
     Fault(
         "fx_passes/planning/row_plans.py",
-        "program = plan.form.program_of_root(plan.outputs.index(output))",
-        "program = plan.form.program",
+        "return self.form.program_of_root(self.outputs.index(output))",
+        "return self.form.program",
         "rewrite/test_nan_readers.py",
     ),
     Fault(
