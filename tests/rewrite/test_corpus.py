@@ -17,6 +17,7 @@ from torch_streamkl.fx_passes.fx_utils.errors import SIZES_OF_DATA
 IS_OLD_TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13)
 IS_FULL = bool(os.environ.get("STREAMKL_FULL_CORPUS"))
 OTHERS = [s for s in SETTINGS if s != TABLE_SETTING]
+WITH_QUANTILE = {"edsd_certain_tokens"}  # of which Dynamo asks for data before torch 2.13
 # from torch 2.14 on, Dynamo leaves out what does nothing
 WITHOUT_DROPOUT = {"bitdistill_relation_of_probs": "6 score- or logit-sized tensors remain"}
 LONGEST = "minilmv2_bloomberg_tolist"  # a sixth of the time of all settings
@@ -55,6 +56,8 @@ def committed():
 
 @pytest.mark.parametrize("name", list(_names()))
 def test_is_exact_and_the_table_is_current(name, committed):
+    if IS_OLD_TORCH and name in WITH_QUANTILE:
+        pytest.skip("this torch cannot trace quantile")
     outcome = run_case(BY_NAME[name]).check()
     row = row_of(BY_NAME[name], outcome)
     if IS_OLD_TORCH and row.reason == SIZES_OF_DATA:

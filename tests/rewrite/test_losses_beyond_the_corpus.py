@@ -112,6 +112,7 @@ def certain_tokens(log_p, log_q, weighted):
     return -weighted(keep, log_p.exp(), log_q).sum(-1).mean()
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="Dynamo asks for the data of quantile")
 @pytest.mark.parametrize(
     "weighted", [lambda a, b, c: a * (b * c), lambda a, b, c: a * b * c], ids=["whole", "factor"]
 )

@@ -84,6 +84,9 @@ def selected_by_a_mask_concatenated_and_rolled(h, w, t, r, order):
     return (torch.cat([r[m], r[m]]).roll(1) * torch.cat([loss, loss])).sum()
 
 
+SELECTED_AND_ROLLED = {"selected_by_a_mask_concatenated_and_rolled"}
+
+
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
 @PROGRAMS.parametrized()
 def test_is_what_eager_code_computes(row, dynamic):
@@ -95,7 +98,10 @@ def test_is_what_eager_code_computes(row, dynamic):
     with torch._dynamo.config.patch(CAPTURE):
         outcome = compare(row.program, inputs, dynamic=dynamic).check()
     is_view_of_unknown_size = bool(dynamic) and row.name == "padded_and_rolled"
-    assert outcome.report.num_fused == (not is_view_of_unknown_size), str(outcome.report)
+    # before torch 2.13, a roll breaks the graph where data decides the size
+    is_broken = row.name in SELECTED_AND_ROLLED and torch.__version__ < (2, 13)
+    is_fused = not is_view_of_unknown_size and not is_broken
+    assert outcome.report.num_fused == is_fused, str(outcome.report)
 
 
 def test_an_index_out_of_range_is_an_error():

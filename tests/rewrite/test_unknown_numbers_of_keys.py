@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from torch_streamkl.fx_passes.backend import collected
 
+# before torch 2.13, Dynamo fails at none by itself, whatever the backend
+NUMBERS = (7, 3, 1, 0) if torch.__version__ >= (2, 13) else (7, 3, 1)
 OPTIONS = {"streamkl.min_mib": 0, "streamkl.verify": "never", "streamkl.inner": "eager"}
 
 
@@ -81,7 +83,7 @@ def kl(student, teacher):
 def test_every_number_of_keys(loss):
     step = torch.compile(loss, backend="streamkl", options=OPTIONS)
     with collected() as report:
-        for num_keys in (7, 3, 1, 0):
+        for num_keys in NUMBERS:
             torch.manual_seed(0)
             shapes = [(2, 2, 5, 4), (2, 2, num_keys, 4)] * 2
             inputs = [torch.randn(s, dtype=torch.float64) for s in shapes]
