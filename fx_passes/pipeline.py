@@ -63,6 +63,7 @@ from torch_streamkl.fx_passes.reporting.unfused import (
 )
 from torch_streamkl.fx_passes.validation.check import FAILED, check, refused_by, with_verdict
 from torch_streamkl.fx_passes.validation.options import CheckOptions
+from torch_streamkl.program.fresh_axes import begin_analysis
 
 log = logging.getLogger("torch_streamkl.rewrite")
 EVERYTHING = RewriteOptions(min_mib=0)  # whatever its size
@@ -208,6 +209,7 @@ def rewrite_once(
     Returns the report, and losses to refuse. If there are any, discard this graph, and begin
     again without them.
     """
+    begin_analysis()
     if not has_dtensors(given.owner.graph):  # where nodes of the user's are put back by name
         remove_unread(graph, names_of_rules())
     lists_as_tensors(graph)

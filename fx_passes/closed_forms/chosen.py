@@ -32,6 +32,7 @@ from torch_streamkl.fx_passes.closed_forms.entries import (
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, Product
 from torch_streamkl.fx_passes.closed_forms.row_sites import has_products, is_entered
 from torch_streamkl.program.canonical import choose, compare, linear, terms_of
+from torch_streamkl.program.fresh_axes import fresh_axis
 from torch_streamkl.program.graph import (
     ANY,
     CONTRACT,
@@ -46,7 +47,7 @@ from torch_streamkl.program.graph import (
     index,
     num_positions,
 )
-from torch_streamkl.program.reductions import fresh_axis, reduced, remade, substitute
+from torch_streamkl.program.reductions import reduced, remade, substitute
 from torch_streamkl.program.walks import rebuilt, walk
 
 FEW_IDS = 16  # of a row, that a program may compare every key with on a GPU

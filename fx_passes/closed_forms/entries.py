@@ -17,6 +17,7 @@ from torch_streamkl.fx_passes.closed_forms.form import NoForm, Product
 from torch_streamkl.fx_passes.closed_forms.repeated_ids import SINGLE_ENTRIES, why_repeated
 from torch_streamkl.fx_passes.closed_forms.row_sites import Place, is_entered, name_of
 from torch_streamkl.fx_passes.reading.positions import Positions
+from torch_streamkl.program.fresh_axes import fresh_axis
 from torch_streamkl.program.graph import (
     BOOL,
     CONTRACT,
@@ -31,13 +32,7 @@ from torch_streamkl.program.graph import (
     capture,
     index,
 )
-from torch_streamkl.program.reductions import (
-    contraction,
-    fresh_axis,
-    reduced,
-    remade,
-    substitute,
-)
+from torch_streamkl.program.reductions import contraction, reduced, remade, substitute
 from torch_streamkl.program.shifts import LARGE
 from torch_streamkl.program.walks import rebuilt, walk
 

@@ -10,10 +10,11 @@ from torch_streamkl.fx_passes.closed_forms.form import NoForm, sources_in
 from torch_streamkl.fx_passes.closed_forms.score_form import ScoreForm, read
 from torch_streamkl.fx_passes.closed_forms.worlds import LOG
 from torch_streamkl.program.canonical import linear, scaled, terms_of
+from torch_streamkl.program.fresh_axes import fresh_axis
 from torch_streamkl.program.functions import exponential
 from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, LOGSUMEXP, SUM, Axis, Node, index
 from torch_streamkl.program.identities import variable
-from torch_streamkl.program.reductions import detached, fresh_axis, reduced, remade, substitute
+from torch_streamkl.program.reductions import detached, reduced, remade, substitute
 from torch_streamkl.program.walks import has_op, rebuilt_root, walk
 
 LEAVES = ("log_softmax", CONTRACT, "capture", "reduce", "index")

@@ -58,9 +58,10 @@ from torch_streamkl.fx_passes.closed_forms.underflow import asks_for_zero
 from torch_streamkl.fx_passes.closed_forms.worlds import Judgement, judged
 from torch_streamkl.program.canonical import ADDED, negation, scaled
 from torch_streamkl.program.divergences import Functional
+from torch_streamkl.program.fresh_axes import fresh_axis
 from torch_streamkl.program.graph import SUM, Axis, Node, Source, capture, index
 from torch_streamkl.program.identities import LOG_P, LOG_S
-from torch_streamkl.program.reductions import fresh_axis, opened
+from torch_streamkl.program.reductions import opened
 from torch_streamkl.program.walks import walk
 
 

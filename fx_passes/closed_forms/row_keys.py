@@ -16,8 +16,8 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
     products_in,
 )
 from torch_streamkl.program.canonical import terms_of
+from torch_streamkl.program.fresh_axes import fresh_axis
 from torch_streamkl.program.graph import Axis, Node, Size, num_positions
-from torch_streamkl.program.reductions import fresh_axis
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
 )
 from torch_streamkl.fx_passes.reading.arrays import position as position_of
 from torch_streamkl.program.canonical import choose, compare, linear, log_softmax, terms_of
+from torch_streamkl.program.fresh_axes import fresh_axis
 from torch_streamkl.program.graph import (
     ANY,
     ARGMAX,
@@ -40,7 +41,7 @@ from torch_streamkl.program.graph import (
     num_positions,
 )
 from torch_streamkl.program.operations import OPERATIONS
-from torch_streamkl.program.reductions import contraction, fresh_axis, reduced, remade, substitute
+from torch_streamkl.program.reductions import contraction, reduced, remade, substitute
 from torch_streamkl.program.walks import rebuilt, rebuilt_root, walk
 
 SOME_KEYS = "only some of the keys are used after the softmax"

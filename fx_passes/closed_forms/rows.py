@@ -8,8 +8,9 @@ from torch_streamkl.fx_passes.closed_forms.masks import num_keys_of
 from torch_streamkl.fx_passes.closed_forms.row_sites import is_entered
 from torch_streamkl.fx_passes.closed_forms.score_form import IMPROBABLE
 from torch_streamkl.program.canonical import product, scaled, terms_of
+from torch_streamkl.program.fresh_axes import fresh_axis
 from torch_streamkl.program.graph import BOOL, BOUND, CONTRACT, LOGSUMEXP, SUM, Axis, Node, index
-from torch_streamkl.program.reductions import fresh_axis, opened, reduced, remade, substitute
+from torch_streamkl.program.reductions import opened, reduced, remade, substitute
 from torch_streamkl.program.walks import rebuilt_root, walk
 
 

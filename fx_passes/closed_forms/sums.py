@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from torch_streamkl.fx_passes.closed_forms.form import is_of_products, is_softmax
 from torch_streamkl.fx_passes.closed_forms.rows import is_outside, sums_over_keys
 from torch_streamkl.program.canonical import linear, product, terms_of
+from torch_streamkl.program.fresh_axes import fresh_axis
 from torch_streamkl.program.functions import quotient
 from torch_streamkl.program.graph import CONTRACT, LOGSUMEXP, SUM, Axis, Node, Size
-from torch_streamkl.program.reductions import fresh_axis, opened, reduced
+from torch_streamkl.program.reductions import opened, reduced
 from torch_streamkl.program.walks import walk
 
 

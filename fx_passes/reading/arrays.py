@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from torch_streamkl.fx_passes.reading.positions import is_view
 from torch_streamkl.fx_passes.reading.sizes import Sizes
 from torch_streamkl.program.canonical import all_of, choose, linear, nonnegative, product
+from torch_streamkl.program.fresh_axes import fresh_axis
 from torch_streamkl.program.functions import function
 from torch_streamkl.program.graph import INT, Axis, Node, Size, const, index, size_of
 from torch_streamkl.program.masks import is_within
-from torch_streamkl.program.reductions import fresh_axis, remade, substitute
+from torch_streamkl.program.reductions import remade, substitute
 from torch_streamkl.program.walks import rebuilt_root
 
 Dim = tuple[Axis, ...]

@@ -16,9 +16,10 @@ from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.closed_forms import row_maxima
 from torch_streamkl.fx_passes.fx_utils.mutation import has_effect
 from torch_streamkl.program.canonical import choose
+from torch_streamkl.program.fresh_axes import fresh_axis
 from torch_streamkl.program.functions import exponential
 from torch_streamkl.program.graph import BOOL, FLOAT, MAX, capture, const, index
-from torch_streamkl.program.reductions import contraction, fresh_axis, log_softmax, reduced
+from torch_streamkl.program.reductions import contraction, log_softmax, reduced
 
 TOKENS, WIDTH, TEACHER_WIDTH, VOCAB = 24, 16, 23, 101
 STUDENT, TEACHER = 2 * TOKENS * WIDTH * VOCAB, 2 * TOKENS * TEACHER_WIDTH * VOCAB

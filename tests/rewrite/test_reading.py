@@ -20,7 +20,8 @@ from torch_streamkl.fx_passes.closed_forms.match import match_program
 from torch_streamkl.fx_passes.reading.positions import Positions
 from torch_streamkl.fx_passes.reading.reader import read
 from torch_streamkl.fx_passes.reading.registry import RULES
-from torch_streamkl.program.reductions import fresh_axis, remade
+from torch_streamkl.program.fresh_axes import fresh_axis
+from torch_streamkl.program.reductions import remade
 from torch_streamkl.program.renaming import renamed
 from torch_streamkl.program.walks import walk
 

@@ -16,6 +16,7 @@ from torch_streamkl.fx_passes.reading.arrays import Array, met
 from torch_streamkl.fx_passes.reading.rules.reductions import over
 from torch_streamkl.program import canonical as c
 from torch_streamkl.program import functions
+from torch_streamkl.program.fresh_axes import fresh_axis
 from torch_streamkl.program.graph import (
     BOOL,
     FLOAT,
@@ -26,7 +27,7 @@ from torch_streamkl.program.graph import (
     capture,
     const,
 )
-from torch_streamkl.program.reductions import contraction, fresh_axis
+from torch_streamkl.program.reductions import contraction
 
 BATCH, HEADS, ROWS, KEYS, DIM, VOCAB = 2, 4, 5, 7, 3, 11
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -32,6 +31,7 @@ from torch_streamkl.program.canonical import (
     terms_of,
     truth,
 )
+from torch_streamkl.program.fresh_axes import fresh_axis
 from torch_streamkl.program.functions import (
     exponential,
     function,
@@ -67,14 +67,6 @@ from torch_streamkl.program.shifts import LARGE, is_shifted, small_shifts
 from torch_streamkl.program.walks import rebuilt, walk
 
 Theta = Mapping[Axis, Node]
-_fresh = itertools.count(10**6)  # names of one length sort by age
-
-
-def fresh_axis(size: graph.Size | None) -> Axis:
-    """Returns an axis that no other expression has."""
-    return Axis(("fresh", next(_fresh)), size)
-
-
 ATOMS = ("dot", "reduce", "capture", "log_softmax", CONTRACT)
 
 

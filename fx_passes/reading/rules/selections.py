@@ -18,6 +18,7 @@ from torch_streamkl.fx_passes.reading.registry import Call, NoRule, rule, truth_
 from torch_streamkl.fx_passes.reading.rules.views import part_written, start_of
 from torch_streamkl.fx_passes.reading.sizes import torch_size
 from torch_streamkl.program.canonical import all_of, choose, compare, linear, nonnegative, truth
+from torch_streamkl.program.fresh_axes import fresh_axis
 from torch_streamkl.program.functions import function
 from torch_streamkl.program.graph import (
     ANY,
@@ -33,7 +34,7 @@ from torch_streamkl.program.graph import (
     size_of,
 )
 from torch_streamkl.program.graph import index as position_along
-from torch_streamkl.program.reductions import fresh_axis, reduced, substitute
+from torch_streamkl.program.reductions import reduced, substitute
 
 aten = torch.ops.aten
 

@@ -13,9 +13,10 @@ from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.index_values import first_index, is_certain
 from torch_streamkl.fx_passes.reading.registry import Call, NoRule, number_of, rule
 from torch_streamkl.program.canonical import all_of, choose, compare, linear, nonnegative
+from torch_streamkl.program.fresh_axes import fresh_axis
 from torch_streamkl.program.functions import function
 from torch_streamkl.program.graph import INT, Node, Size, const, index, size_of
-from torch_streamkl.program.reductions import fresh_axis, substitute
+from torch_streamkl.program.reductions import substitute
 
 aten = torch.ops.aten
 
