@@ -35,7 +35,7 @@ class Places:
         name = "argmax" if made is node else "max"
         source = made.all_input_nodes[0] if made.all_input_nodes else None
         x = example(source) if source is not None else None
-        if name_of(made) != name or not isinstance(x, Tensor):
+        if name_of(made) != name or source is None or not isinstance(x, Tensor):
             return None
         default = None if made is node and x.dim() > 1 else -1
         dim = made.kwargs.get("dim", made.args[1] if len(made.args) > 1 else default)
