@@ -550,8 +550,12 @@ SAID = {
         "attention_alone", "attention probabilities that are compared with no other distribution"
     ),
     "rows of a loss are no second one": user("bhattacharyya", "1 of 1 loss fused"),
-    "equal argmaxes": Said(with_agreement, ("3 of 3 losses fused",), ("not fused",)),
-    "equal argmaxes alone": Said(of_logits(agreement), ("2 of 2 losses fused",), ("not fused",)),
+    "equal argmaxes": Said(
+        with_agreement, ("1 of 1 loss and 2 of 2 places of maxima fused",), ("not fused",)
+    ),
+    "equal argmaxes alone": Said(
+        of_logits(agreement), ("streamkl: 2 of 2 places of maxima fused",), ("not fused", "loss")
+    ),
     # warnings
     "logarithms of log-probabilities": Said(
         of_logits(lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1), reduction="sum")),
