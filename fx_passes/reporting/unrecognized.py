@@ -17,7 +17,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     said_name,
     tensors_read,
 )
-from torch_streamkl.fx_passes.fx_utils.op_names import OF_ROWS, ORDERED
+from torch_streamkl.fx_passes.fx_utils.op_names import OF_ROWS, ORDERED, STREAMED
 from torch_streamkl.fx_passes.fx_utils.shape_reads import reads_values
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one
 from torch_streamkl.fx_passes.reporting.hints import ADVICE, hint_for
@@ -40,6 +40,7 @@ COMPARES = {
     "cosine_similarity", "normalize", "norm", "vector_norm", "matrix_norm", "linalg_vector_norm",
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "pow", "square", "cdist",
 }  # fmt: skip
+BESIDE_A_LOSS = "an operator finds places of maxima in scores of a fused loss, or as its labels"
 SUMS = {"sum", "mean", "amax", "max", "logsumexp", "cross_entropy", "kl_div", "nll_loss"}
 
 
@@ -177,6 +178,8 @@ def _sentence(
     name, at = called(reader), shown(location_of(reader)[0])
     feeds = f"{where} feeds {name} at {at}"
     kind = name_of(reader)
+    if kind == STREAMED:
+        return _hinted(f"{feeds}: {BESIDE_A_LOSS}", f"{kind} of scores")
     if kind in ORDERED:
         return _hinted(f"{feeds}, which needs whole rows", f"{kind} of scores")
     if isinstance(reader.target, torch._ops.HigherOrderOperator):

@@ -115,6 +115,10 @@ def agreement(s, t):
     return (s.log_softmax(-1).argmax(-1) == t.log_softmax(-1).argmax(-1)).float().mean()
 
 
+def ranked_with_argmax(s, t):
+    return kd(s, t.sort(-1).values), s.argmax(-1)
+
+
 def but_the_label(s, t):
     keep = torch.arange(s.shape[-1]) != torch.arange(len(s))[:, None]
     s, t = (x.masked_fill(~keep, torch.finfo(x.dtype).min) for x in (s, t))
@@ -555,6 +559,15 @@ SAID = {
     ),
     "equal argmaxes alone": Said(
         of_logits(agreement), ("streamkl: 2 of 2 places of maxima fused",), ("not fused", "loss")
+    ),
+    "an argmax next to a loss that stays": Said(
+        of_logits(ranked_with_argmax), ("read by argmax, log_softmax", "sort needs whole rows"),
+        ("argmax needs", "feeds argmax"),
+    ),
+    "an argmax alone": Said(
+        of_logits(lambda s, t: s.argmax(-1)),
+        ("feeds argmax at", "in scores of a fused loss, or as its labels", "if these are labels"),
+        ("whole rows",),
     ),
     # warnings
     "logarithms of log-probabilities": Said(
