@@ -115,6 +115,11 @@ def agreement(s, t):
     return (s.log_softmax(-1).argmax(-1) == t.log_softmax(-1).argmax(-1)).float().mean()
 
 
+def squared_maps(s, t):
+    a, b = s.softmax(-1), t.softmax(-1)
+    return F.mse_loss(a @ a, b @ b)
+
+
 def ranked_with_argmax(s, t):
     return kd(s, t.sort(-1).values), s.argmax(-1)
 
@@ -537,6 +542,12 @@ SAID = {
     "DIST": Said(
         of_logits(dist), ("comes before the sum over the keys", "cannot be fused"),
         ("inside of an operation", "supported.md"),
+    ),
+    "squared maps": Said(
+        of_logits(squared_maps),
+        ("feeds matmul at", "a product of whole distributions"),
+        ("a sum at", "softmaxes over different axes"),
+        shapes=((2, 3, 9, 4),) * 4,
     ),
     "a Gram matrix": Said(
         of_logits(classes), ("feeds matmul at", "a product of whole distributions"),
