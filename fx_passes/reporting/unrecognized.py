@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -44,10 +44,13 @@ BESIDE_A_LOSS = "an operator finds places of maxima in scores of a fused loss, o
 SUMS = {"sum", "mean", "amax", "max", "logsumexp", "cross_entropy", "kl_div", "nll_loss"}
 
 
-def reasons_of(nodes: Iterable[fx.Node], at_break: str | None = None) -> list[str]:
-    """Returns one sentence for every group of tensors that meet the same reader.
+def reasons_of(
+    nodes: Iterable[fx.Node], at_break: str | None, is_said: Callable[[str], bool]
+) -> list[str]:
+    """Returns one sentence for every group of tensors that meet the same reader, then the hints.
 
-    ``at_break`` is where a graph break ends the graph, if one does, or `IN_A_BODY`.
+    ``at_break`` is where a graph break ends the graph, if one does, or `IN_A_BODY`. What is said
+    elsewhere is left out, with its hint.
     """
     found: dict[str, None] = {}
     hints: dict[str, None] = {}
@@ -60,6 +63,8 @@ def reasons_of(nodes: Iterable[fx.Node], at_break: str | None = None) -> list[st
         if read.reader is not None:
             said |= descendants([read.reader])
         sentence, _, hint = _sentence(node, read.reader, read.path, at_break).partition(". Hint: ")
+        if sentence and is_said(sentence):
+            continue
         if sentence:
             found[sentence] = None
         if hint:

@@ -543,6 +543,10 @@ SAID = {
         of_logits(dist), ("comes before the sum over the keys", "cannot be fused"),
         ("inside of an operation", "supported.md"),
     ),
+    "a convolution": Said(
+        of_logits(lambda s, t: kd(F.conv2d(s, torch.ones(3, 3, 1, 1)), t)),
+        ("conv2d at", "compute the scores by one matmul"), ("write the same value",), shapes=MAPS,
+    ),
     "squared maps": Said(
         of_logits(squared_maps),
         ("feeds matmul at", "a product of whole distributions"),
