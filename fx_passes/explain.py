@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.fx_utils.torch_names import tree_leaves
 from torch_streamkl.fx_passes.options import Given, RewriteOptions, split_options
+from torch_streamkl.fx_passes.reporting import graph_breaks
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 
 _FRAME = "explained"  # how the names in the frame of explain() begin
@@ -53,7 +54,8 @@ def explain(fn: Callable[..., Any], *args: Any, options: Given = None, **kwargs:
     ours, _ = split_options(options)
     program = uncompiled(fn)
     _check_devices(program, (args, kwargs))
-    with backend.collected() as report, torch._dynamo.config.patch(_LIMITS):
+    settings = torch._dynamo.config.patch(_LIMITS)
+    with backend.collected() as report, settings, graph_breaks.of_one_program():
         try:
             torch.compile(in_a_new_frame(program), backend=_new_backend(ours))(*args, **kwargs)
         except Exception as error:

@@ -271,7 +271,9 @@ class Inserting:
 
     def _of_output(self, site: Site, plan: ProgramPlan, output: RowOutput) -> Site:
         location, code = location_of(output.node)
-        return replace(site, form=describe_program(plan, output), location=location, code=code)
+        is_loss = output.around.dtype != INT
+        site = replace(site, location=location, code=code, is_loss=is_loss)
+        return replace(site, form=describe_program(plan, output))
 
     def _check_readers(self, plan: ProgramPlan, output: RowOutput) -> None:
         """Raises Unsupported if code after a sum would see another number than in eager code."""

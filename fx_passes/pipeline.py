@@ -314,7 +314,7 @@ def _report_unfused(report: Report, losses: Losses, refusals: Refusals, fused: F
     report.sites += unfused_sites(fused.unfused, refusals, of_programs)
     if not report.sites and planner is not None:
         compared = refusals.places_of(planner.refused, planner.compared())
-        report.unrecognized += reasons_of_programs(losses.trace, of_programs, compared)
+        report.unrecognized += reasons_of_programs(refusals, of_programs, compared)
 
 
 def _report_refused(

@@ -14,7 +14,7 @@ from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.explain import check_program, in_a_new_frame, uncompiled
 from torch_streamkl.fx_passes.options import Given, split_options
 from torch_streamkl.fx_passes.reporting.report import Report
-from torch_streamkl.fx_passes.reporting.text import losses_text
+from torch_streamkl.fx_passes.reporting.text import fused_text
 from torch_streamkl.fx_passes.validation.compare import largest
 from torch_streamkl.fx_passes.verification.comparing import Compared, Runs, compare
 from torch_streamkl.fx_passes.verification.running import Runner
@@ -64,7 +64,7 @@ class Verification:
         width = max([6, *(len(x.name) for x in self.results)])
         titles = ("eager", "compiled", "float64", "eager off", "compiled off")
         lines = [
-            f"streamkl: {self._verdict()}, {losses_text(self.report.num_fused)} fused",
+            f"streamkl: {self._verdict()}, {fused_text(self.report)}",
             f"{'':{width}}" + "".join(f"{title:>14}" for title in titles),
         ]
         for x in self.results:

@@ -28,4 +28,5 @@ OPERAND_VIEWS = (
     | {"contiguous", "unsqueeze", "expand", "reshape", "view", "repeat_interleave"}
 )  # fmt: skip
 # which need whole rows in order
+STREAMED = "argmax"  # an operator finds it in one pass, next to what it computes
 ORDERED = {"topk", "sort", "argsort", "kthvalue", "argmax", "argmin", "cumsum", "multinomial"}

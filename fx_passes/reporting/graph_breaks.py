@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import linecache
 import re
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import fx
@@ -21,6 +23,8 @@ _MAX_KNOWN = 256
 _KNOWN: dict[tuple[str, int], GraphBreak] = {}
 # by called functions in which their callers' graphs ended: they are compiled alone then
 _CALLED: dict[tuple[str, str], GraphBreak] = {}
+# Dynamo's reasons for breaks of programs before, how often each
+_EARLIER: Counter[str] = Counter()
 
 
 def break_after(gm: fx.GraphModule) -> GraphBreak | None:
@@ -91,6 +95,24 @@ def forget() -> None:
     """Forgets all graph breaks, because code is compiled anew."""
     _KNOWN.clear()
     _CALLED.clear()
+    _begin()
+
+
+def _begin() -> None:
+    _EARLIER.clear()
+    _EARLIER.update(counters["graph_break"])
+
+
+@contextmanager
+def of_one_program() -> Iterator[None]:
+    """Lets hints know nothing of breaks in programs that were traced before this one."""
+    earlier = _EARLIER.copy()
+    _begin()
+    try:
+        yield
+    finally:
+        _EARLIER.clear()
+        _EARLIER.update(earlier)
 
 
 def is_nested(text: str) -> bool:
@@ -149,7 +171,8 @@ def hints_about_breaks(reason: str) -> Iterator[str]:
         return
     if re.search("no matrix product|of the checkpoint|it is an output", reason):
         return
-    breaks = "\n".join(counters["graph_break"])  # of every program of this process
+    # of all programs since Dynamo's last reset: explain() alone knows when its own begins
+    breaks = "\n".join(counters["graph_break"] - _EARLIER)
     if breaks:
         yield from (text for pattern, text in _BREAKS if re.search(pattern, breaks))
         yield _ANY_BREAK

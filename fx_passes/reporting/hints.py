@@ -158,8 +158,8 @@ ADVICE = (
     Advice(
         "argmax: a hard teacher",
         "^(argmax|argmin)\\b",
-        "compute the labels outside of the compiled function, in chunks and under no_grad. "
-        "Then pass them to cross_entropy, or as labels= to linear_kl",
+        "if these are labels, compute them outside of the compiled function, in chunks and under "
+        "no_grad. Then pass them to cross_entropy, or as labels= to linear_kl",
     ),
     Advice(
         "sort, top-k, cumsum: whole rows in order",

@@ -67,11 +67,12 @@ class Scan:
             known = bool(report.unrecognized or report.sites)
             said = [*report.unrecognized, *(site.reason for site in report.sites)]
             named = [text.split()[0] for text in said if " is applied to " in text]
-            report.unrecognized += [
-                text
-                for text in (*reasons_of(in_graph, at), *reasons_of(in_bodies, IN_A_BODY))
-                if not (known and text.endswith(VAGUE)) and text.split()[0] not in named
-            ]
+
+            def is_said(text: str) -> bool:
+                return (known and text.endswith(VAGUE)) or text.split()[0] in named
+
+            report.unrecognized += reasons_of(in_graph, at, is_said)
+            report.unrecognized += reasons_of(in_bodies, IN_A_BODY, is_said)
             if report.sites and all(site.fused for site in report.sites):
                 names = {x.name for x in report.remaining if not x.cause}
                 kept = [node for node in gm.graph.nodes if node.name in names]

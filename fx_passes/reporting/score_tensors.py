@@ -19,7 +19,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     num_bytes,
     tensor_of,
 )
-from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS, ORDERED, SOFTMAXES
+from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS, ORDERED, SOFTMAXES, STREAMED
 from torch_streamkl.fx_passes.fx_utils.sizes import (
     expression,
     provably_equal,
@@ -324,7 +324,7 @@ def _read_by_order(graph: fx.Graph, unread: set[fx.Node]) -> dict[fx.Node, str]:
         if node in unread:
             continue
         users = [u for u in node.users if u not in unread]
-        names = [name_of(u) for u in users if name_of(u) in ORDERED]
+        names = [name_of(u) for u in users if name_of(u) in ORDERED - {STREAMED}]
         causes = [found[u] for u in users if u in found and has_the_keys_of(u, node)]
         if names or causes:
             found[node] = f"{names[0]} needs whole rows" if names else causes[0]

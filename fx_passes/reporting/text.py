@@ -76,7 +76,7 @@ def headline(report: Report) -> str:
     """Writes the report's first line."""
     if not report.sites:
         return f"streamkl: {_no_graph(report) if report.is_empty else NO_LOSS}"
-    head = f"streamkl: {report.num_fused} of {losses_text(len(report.sites))} fused"
+    head = f"streamkl: {_how_many_fused(report)} fused"
     if report.num_skipped:
         head += f", {report.num_skipped} skipped"
     if report.bytes_saved:
@@ -84,6 +84,16 @@ def headline(report: Report) -> str:
         of = " and ".join(sorted(kinds, reverse=True))
         head += f", {bytes_text(report.bytes_saved)} of {of} not materialized"
     return head
+
+
+def _how_many_fused(report: Report) -> str:
+    """Counts losses, and apart from them places of maxima: no loss is one."""
+    texts = []
+    for is_loss, counted in ((True, losses_text), (False, _places_text)):
+        own = [site for site in report.sites if site.is_loss == is_loss]
+        if own:
+            texts.append(f"{sum(site.fused for site in own)} of {counted(len(own))}")
+    return " and ".join(texts)
 
 
 def _no_graph(report: Report) -> str:
@@ -161,7 +171,7 @@ def _saved(site: Site, count: int) -> str:
     saved = bytes_text(site.bytes_saved) + (" each" if count > 1 else "")
     if site.num_sharing == 1:
         return saved
-    return f"{saved}, with an equal share of what {site.num_sharing} losses read together"
+    return f"{saved}, with an equal share of what {site.num_sharing} results read together"
 
 
 def _all_remaining(report: Report) -> list[Remaining]:
@@ -265,6 +275,21 @@ def shown(location: str) -> str:
 def losses_text(count: int) -> str:
     """Counts losses as a text."""
     return "1 loss" if count == 1 else f"{count} losses"
+
+
+def _places_text(count: int) -> str:
+    return "1 place of a maximum" if count == 1 else f"{count} places of maxima"
+
+
+def fused_text(report: Report) -> str:
+    """Says how many losses are fused, and how many places of maxima if there are any."""
+    losses, places = (
+        sum(site.fused and site.is_loss == is_loss for site in report.sites)
+        for is_loss in (True, False)
+    )
+    texts = [losses_text(losses)] * bool(losses or not places)
+    texts += [_places_text(places)] * bool(places)
+    return f"{' and '.join(texts)} fused"
 
 
 def remaining_text(count: int) -> str:

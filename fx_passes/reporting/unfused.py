@@ -171,6 +171,12 @@ def _is_product_of_probabilities(node: fx.Node, refusals: Refusals) -> bool:
     return bool(maps) and all(2 * made >= numel(tensor_of(a)) for a in maps)
 
 
+def _is_of_probabilities_alone(node: fx.Node, refusals: Refusals) -> bool:
+    """Whether a node is a product of maps of probabilities, as in an attention rollout."""
+    levels = [refusals.levels.of(a) for a in node.all_input_nodes]
+    return name_of(node) in MATMULS and all(x is Level.PROBABILITIES for x in levels)
+
+
 def _mask_of(site: fx.Node) -> fx.Node | None:
     """What a mask selects of single entries, before or after a site."""
     every = (*nearest_inputs(site), *nearest_users(site))
@@ -209,13 +215,15 @@ def _first_of_loss(
 
 
 def reasons_of_programs(
-    trace: Trace, of_programs: Mapping[fx.Node, str], compared: Collection[fx.Node]
+    refusals: Refusals, of_programs: Mapping[fx.Node, str], compared: Collection[fx.Node]
 ) -> list[str]:
     """Returns the operations that keep a graph without any loss from a row program, as
     sentences.
 
-    If there are none, other reasons of sums that compare two products, which ``compared`` are.
+    If there are none, other reasons of sums that compare two products, which ``compared`` are. Who
+    reads a softmax that is multiplied by another one says more than its sum does.
     """
+    trace = refusals.trace
     found: dict[str, None] = {}
     for node, reason in of_programs.items():
         name = name_of(node) if node.op == "call_function" else ""
@@ -229,6 +237,8 @@ def reasons_of_programs(
             found[f"{sentence}. Hint: {hint}" if hint else sentence] = None
     for node, reason in of_programs.items() if not found else ():
         if node not in compared or not _is_known(reason):
+            continue
+        if any(_is_of_probabilities_alone(user, refusals) for user in node.users):
             continue
         place = shown(place_of(node, trace)[0])
         said = reason.replace(os.getcwd() + os.sep, "")

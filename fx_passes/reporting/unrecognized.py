@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     said_name,
     tensors_read,
 )
-from torch_streamkl.fx_passes.fx_utils.op_names import OF_ROWS, ORDERED
+from torch_streamkl.fx_passes.fx_utils.op_names import OF_ROWS, ORDERED, STREAMED
 from torch_streamkl.fx_passes.fx_utils.shape_reads import reads_values
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one
 from torch_streamkl.fx_passes.reporting.hints import ADVICE, hint_for
@@ -40,13 +40,17 @@ COMPARES = {
     "cosine_similarity", "normalize", "norm", "vector_norm", "matrix_norm", "linalg_vector_norm",
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "pow", "square", "cdist",
 }  # fmt: skip
+BESIDE_A_LOSS = "an operator finds places of maxima in scores of a fused loss, or as its labels"
 SUMS = {"sum", "mean", "amax", "max", "logsumexp", "cross_entropy", "kl_div", "nll_loss"}
 
 
-def reasons_of(nodes: Iterable[fx.Node], at_break: str | None = None) -> list[str]:
-    """Returns one sentence for every group of tensors that meet the same reader.
+def reasons_of(
+    nodes: Iterable[fx.Node], at_break: str | None, is_said: Callable[[str], bool]
+) -> list[str]:
+    """Returns one sentence for every group of tensors that meet the same reader, then the hints.
 
-    ``at_break`` is where a graph break ends the graph, if one does, or `IN_A_BODY`.
+    ``at_break`` is where a graph break ends the graph, if one does, or `IN_A_BODY`. What is said
+    elsewhere is left out, with its hint.
     """
     found: dict[str, None] = {}
     hints: dict[str, None] = {}
@@ -59,6 +63,8 @@ def reasons_of(nodes: Iterable[fx.Node], at_break: str | None = None) -> list[st
         if read.reader is not None:
             said |= descendants([read.reader])
         sentence, _, hint = _sentence(node, read.reader, read.path, at_break).partition(". Hint: ")
+        if sentence and is_said(sentence):
+            continue
         if sentence:
             found[sentence] = None
         if hint:
@@ -177,6 +183,8 @@ def _sentence(
     name, at = called(reader), shown(location_of(reader)[0])
     feeds = f"{where} feeds {name} at {at}"
     kind = name_of(reader)
+    if kind == STREAMED:
+        return _hinted(f"{feeds}: {BESIDE_A_LOSS}", f"{kind} of scores")
     if kind in ORDERED:
         return _hinted(f"{feeds}, which needs whole rows", f"{kind} of scores")
     if isinstance(reader.target, torch._ops.HigherOrderOperator):

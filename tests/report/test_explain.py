@@ -274,3 +274,25 @@ def test_dynamo_reset_resets_the_backend(monkeypatch):
     compiled(torch.sin, torch.ones(2))
     torch._dynamo.reset()
     assert calls == ["reset"]
+
+
+def of_selected_rows(a, b, keep):
+    return F.kl_div(a.log_softmax(-1)[keep], b.softmax(-1)[keep], reduction="sum")
+
+
+def of_given_logits(a, b):
+    return F.kl_div(a.log_softmax(-1), b.softmax(-1), reduction="sum")
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_hints_are_about_no_graph_break_of_another_program(forgets):
+    """It is forgotten by a reset of Dynamo, and explain() begins anew without one."""
+    given = torch.randn(3, 9), torch.randn(3, 9)
+    report = torch_streamkl.explain if not forgets else compiled
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False):
+        broken = report(of_selected_rows, *given, torch.tensor([True, False, True]))
+        assert "rows that a mask selects break the graph" in str(broken)
+        if forgets:
+            torch._dynamo.reset()
+        hint = report(of_given_logits, *given).sites[0].hint
+    assert hint and "break" not in hint

@@ -116,7 +116,7 @@ def test_each_loss_has_what_it_saves():
     ]  # fmt: skip
     assert report.bytes_saved == 2 * own + one + 4 * few
     text = report.details()
-    assert "with an equal share of what 2 losses read together" in text
+    assert "with an equal share of what 2 results read together" in text
     assert text.count("saved     288 B\n") == 1, text
 
 

@@ -115,6 +115,15 @@ def agreement(s, t):
     return (s.log_softmax(-1).argmax(-1) == t.log_softmax(-1).argmax(-1)).float().mean()
 
 
+def squared_maps(s, t):
+    a, b = s.softmax(-1), t.softmax(-1)
+    return F.mse_loss(a @ a, b @ b)
+
+
+def ranked_with_argmax(s, t):
+    return kd(s, t.sort(-1).values), s.argmax(-1)
+
+
 def but_the_label(s, t):
     keep = torch.arange(s.shape[-1]) != torch.arange(len(s))[:, None]
     s, t = (x.masked_fill(~keep, torch.finfo(x.dtype).min) for x in (s, t))
@@ -534,6 +543,16 @@ SAID = {
         of_logits(dist), ("comes before the sum over the keys", "cannot be fused"),
         ("inside of an operation", "supported.md"),
     ),
+    "a convolution": Said(
+        of_logits(lambda s, t: kd(F.conv2d(s, torch.ones(3, 3, 1, 1)), t)),
+        ("conv2d at", "compute the scores by one matmul"), ("write the same value",), shapes=MAPS,
+    ),
+    "squared maps": Said(
+        of_logits(squared_maps),
+        ("feeds matmul at", "a product of whole distributions"),
+        ("a sum at", "softmaxes over different axes"),
+        shapes=((2, 3, 9, 4),) * 4,
+    ),
     "a Gram matrix": Said(
         of_logits(classes), ("feeds matmul at", "a product of whole distributions"),
         ("attention", "no other distribution"),
@@ -550,8 +569,21 @@ SAID = {
         "attention_alone", "attention probabilities that are compared with no other distribution"
     ),
     "rows of a loss are no second one": user("bhattacharyya", "1 of 1 loss fused"),
-    "equal argmaxes": Said(with_agreement, ("3 of 3 losses fused",), ("not fused",)),
-    "equal argmaxes alone": Said(of_logits(agreement), ("2 of 2 losses fused",), ("not fused",)),
+    "equal argmaxes": Said(
+        with_agreement, ("1 of 1 loss and 2 of 2 places of maxima fused",), ("not fused",)
+    ),
+    "equal argmaxes alone": Said(
+        of_logits(agreement), ("streamkl: 2 of 2 places of maxima fused",), ("not fused", "loss")
+    ),
+    "an argmax next to a loss that stays": Said(
+        of_logits(ranked_with_argmax), ("read by argmax, log_softmax", "sort needs whole rows"),
+        ("argmax needs", "feeds argmax"),
+    ),
+    "an argmax alone": Said(
+        of_logits(lambda s, t: s.argmax(-1)),
+        ("feeds argmax at", "in scores of a fused loss, or as its labels", "if these are labels"),
+        ("whole rows",),
+    ),
     # warnings
     "logarithms of log-probabilities": Said(
         of_logits(lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1), reduction="sum")),

@@ -18,7 +18,12 @@ from torch_streamkl.fx_passes.reporting.report import (
     Report,
     Site,
 )
-from torch_streamkl.fx_passes.reporting.text import NOTHING_LARGE, NOTHING_REMAINS
+from torch_streamkl.fx_passes.reporting.text import (
+    NOTHING_LARGE,
+    NOTHING_REMAINS,
+    fused_text,
+    headline,
+)
 
 EAGER = {"streamkl.inner": "eager"}
 
@@ -161,6 +166,28 @@ streamkl: 0 of 1 loss fused
      2 of [1 x 2 x 64 x 64] (32 KiB) loss.py:7: read by sub
      [1 x 2 x 64 x 64] (32 KiB) loss.py:7: read by sum""",
         )
+
+    def test_places_of_maxima_are_no_losses(self):
+        loss = Site(True, "linear_kl", "forward_kl", "", "a.py:1")
+        place = Site(True, "row_program", "the place of a maximum", "", "a.py:2", is_loss=False)
+        left = Site(False, "row_program", "", "", "a.py:3", skipped="4 KiB", is_loss=False)
+        told = [
+            (headline(report), fused_text(report))
+            for report in map(Report, ([loss, place], [place, left], [left], [loss], []))
+        ]
+        assert told[0] == (
+            "streamkl: 1 of 1 loss and 1 of 1 place of a maximum fused",
+            "1 loss and 1 place of a maximum fused",
+        )
+        assert told[1] == (
+            "streamkl: 1 of 2 places of maxima fused, 1 skipped", "1 place of a maximum fused",
+        )  # fmt: skip
+        assert told[2][0] == "streamkl: 0 of 1 place of a maximum fused, 1 skipped"
+        assert [said for _, said in told[2:]] == [
+            "0 losses fused",
+            "1 loss fused",
+            "0 losses fused",
+        ]
 
     def test_everything_else(self):
         self.assertExpectedInline(

@@ -1,4 +1,4 @@
-"""A program becomes the same graph in every process, whatever that has compiled before.
+"""A program has the same graph and report in every process, whatever that has compiled before.
 
 Ranks compare what they have made, and caches of kernels and graphs are keyed by it.
 """
@@ -18,21 +18,22 @@ from torch_streamkl.fx_passes import pipeline
 from torch_streamkl.program.fresh_axes import fresh_axis
 
 CASES = {case["name"]: case for case in ALL_CASES}
-# symmetric losses, and programs of several products
+# symmetric losses, programs of several products, and what stays
 NAMES = (
     "attn_double_softmax_T2", "attndistill_vit_cls", "distillm2_contrastive",
-    "mdistiller_dkd/lm_head", "r3f_symmetric/lm_head", "temperature_by_entropy",
+    "hass_kl_and_topk/lm_head", "mdistiller_dkd/lm_head", "r3f_symmetric/lm_head",
+    "temperature_by_entropy", "tilelang_dsa_sparse",
 )  # fmt: skip
 
 
 def graphs_of(name: str, before: int = 0) -> list[str]:
-    """The rewritten graphs of a program; ``before`` axes belong to other analyses."""
+    """The rewritten graphs of a program, and their reports; ``before`` axes belong to others."""
     found: list[str] = []
     kept = [fresh_axis(3) for _ in range(before)]
 
     def rewritten(gm: Any, _: Any) -> Any:
-        pipeline.rewrite(gm)
-        found.append(gm.code)
+        report = pipeline.rewrite(gm)
+        found.append(f"{gm.code}\n{report.details()}")
         return gm.forward
 
     torch._dynamo.reset()

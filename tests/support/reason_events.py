@@ -47,7 +47,8 @@ EVENTS = {
         "The loss reads single log-probabilities of masked rows. If a mask of -1e9 hides a whole "
         "row, its logsumexp has no digits left for the number of keys.",
     "argmax: a hard teacher":
-        "The target is an argmax of the teacher, which needs whole rows of logits.",
+        "The target is an argmax of the teacher, and no fused loss reads the same logits or "
+        "these labels.",
     "sort, top-k, cumsum: whole rows in order":
         "The operation needs a whole row at once. A fused operator reads a row block by block.",
     "dropout changes probabilities":
