@@ -32,6 +32,7 @@ from torch_streamkl.rows.program import Program
 COMPARISONS = {"gt": operator.gt, "ge": operator.ge, "eq": operator.eq}
 BOUNDS = {"minimum", "maximum", "clamp_min", "clamp_max"}
 SATURATING = {"exp", "sigmoid", "tanh", "softplus"}  # they have it long before infinity
+INFINITE = {"linear", "minimum", "maximum", "where"}  # of a number and one of -inf
 CUT = {*COMPARISONS, "maximum", "clamp_min"}  # nothing that was below the bound is left
 UNDERFLOWN = "the logarithm of a probability that may underflow"
 # what is above has not underflown: the logarithm of the smallest number, by type
@@ -103,8 +104,20 @@ def _check_comparisons(order: Sequence[Node], nodes: Mapping[Node, Node]) -> Non
 def _may_be_nan(x: Node, nodes: Mapping[Node, Node]) -> bool:
     """Whether eager has NaN, and the program a number, first here."""
     if _is_logsumexp(x):
-        return x.args[0] in nodes and not nodes[x.args[0]].is_finite
+        return x.args[0] in nodes and _may_lack_keys(x.args[0], nodes)
     return nodes[x].is_guarded or nodes[x].op == "div0"
+
+
+def _may_lack_keys(scores: Node, nodes: Mapping[Node, Node]) -> bool:
+    """Whether all scores of a row may be -inf: by a mask, or by a captured number of the row."""
+    return not nodes[scores].is_finite or any(
+        y.op == "capture" and y.dtype == FLOAT
+        for x in walk([scores], is_entered)
+        if x.op in INFINITE
+        for a in x.args
+        if not has_products(a)
+        for y in walk([a], is_entered)
+    )
 
 
 def _is_logsumexp(x: Node) -> bool:
@@ -153,7 +166,7 @@ def _check_maxima(order: Sequence[Node], nodes: Mapping[Node, Node]) -> None:
     maxima: set[Node] = set()
     for x in order:
         if x.op == "reduce" and x.value.kind == MAX:
-            if x.args[0] in nodes and not nodes[x.args[0]].is_finite:
+            if x.args[0] in nodes and _may_lack_keys(x.args[0], nodes):
                 maxima.add(x)
         elif any(a in maxima for a in x.args) and not _is_subtracted(x, maxima):
             raise NoForm("the maximum of a row that may have no key is more than subtracted", x)

@@ -64,7 +64,9 @@ from torch_streamkl.fx_passes.closed_forms.row_products import (
 from torch_streamkl.fx_passes.closed_forms.row_sites import (
     Place,
     bindings_of,
+    has_products,
     is_entered,
+    maxima_places_in,
     name_of,
     places_of_keys,
     products_in,
@@ -174,6 +176,7 @@ def row_form(roots: Sequence[Node], order: Sequence[Axis], facts: Facts) -> RowF
     chosen = in_one_pass(every, {names_of(x.args) for x in products_in(left)})
     left += [x for c in chosen for x in c.parts]
     left, entries = without_entries(left, search)
+    _check_places(left)
     every_row = (a for x in (*entries, *(c.entries for c in chosen)) for a in x.rows)
     if any(a.size == 0 for a in every_row):  # the mean over none is NaN
         raise NoForm(NO_ENTRIES)
@@ -184,6 +187,13 @@ def row_form(roots: Sequence[Node], order: Sequence[Axis], facts: Facts) -> RowF
     around, parts = form.around[: len(roots)], iter(form.around[len(roots) :])
     made = [replace(c, scores=next(parts), rest=next(parts)) if c.parts else c for c in chosen]
     return replace(form, around=around, entries=entries, chosen=tuple(made))
+
+
+def _check_places(roots: Sequence[Node]) -> None:
+    """Raises NoForm for the place of a maximum of entries, which is no place among the keys."""
+    for x in maxima_places_in(roots):
+        if not has_products(x):
+            raise NoForm("the place of the largest of some entries", x)
 
 
 def _of_sums(roots: Sequence[Node], order: Sequence[Axis], facts: Facts) -> RowForm:

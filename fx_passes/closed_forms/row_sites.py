@@ -30,6 +30,11 @@ def products_in(roots: Iterable[Node]) -> list[Node]:
     return [x for x in walk(roots, is_entered) if x.op == CONTRACT]
 
 
+def maxima_places_in(roots: Iterable[Node]) -> list[Node]:
+    """Returns the places of maxima in expressions."""
+    return [x for x in walk(roots, is_entered) if x.op == "reduce" and x.value.kind == ARGMAX]
+
+
 _products: weakref.WeakKeyDictionary[Node, frozenset[Node]] = weakref.WeakKeyDictionary()
 
 

@@ -22,6 +22,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
     has_products,
     is_score_sized,
     key_position,
+    maxima_places_in,
     places_of_keys,
     products_in,
     sites_of,
@@ -130,9 +131,12 @@ class Levels:
 
     def _is_of_entries(self, node: fx.Node) -> bool:
         """Whether a value is made of entries at ids, and of sums over keys next to them."""
-        places = self.places or self._places_of_ids
-        sites = [x for x in sites_of(self.made[node], places) if x.op == CONTRACT]
-        return bool(sites) and all(_is_at_ids(x, places) for x in sites)
+        places, expr = self.places or self._places_of_ids, self.made[node]
+        sites = [x for x in sites_of(expr, places) if x.op == CONTRACT]
+        if not sites or not all(_is_at_ids(x, places) for x in sites):
+            return False
+        found = products_in(maxima_places_in([expr]))
+        return not any(_is_at_ids(x, places) for x in found)  # the user's code finds the place
 
     @cached_property
     def _places_of_ids(self) -> frozenset[Place]:

@@ -4,6 +4,9 @@ Eager code rounds elements to their own type, and takes the first of those that 
 replacement that adds up the same products in another order has other elements next to a rounding,
 and finds another one of them: in 4,096 rows of 32,000 logits in bfloat16 it does. Either place is
 right if its element is as large as the largest one, up to the errors of both.
+
+The errors are those of elements of the same size: a mask of -1e30 has one of 1e22. Elements that
+are equal in float64, as masked ones are, are equal in a replacement, which has to find the first.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
 from torch_streamkl.fx_passes.validation.running import Result
 
 ROUNDINGS = 2  # each place was found by elements with an error of their own
+SIZE = 2  # times that of the largest element: what is not larger has errors like its own
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,9 @@ class Places:
         return cls(source, dim) if isinstance(dim, int) else None
 
     def agree(self, ours: Result, given: Result, exact: Result) -> Tensor | None:
-        """Returns where a place is that of a maximum, up to rounding; None if it cannot be said.
+        """Returns where a place is that of another element that is nearly the largest.
 
+        None if it cannot be said.
         ``given`` and ``exact`` are runs of the elements, in their own type and in float64.
         """
         x, own, wide = ours.value, given.value, exact.value
@@ -55,5 +60,7 @@ class Places:
         at = x.reshape(largest.shape)
         is_there = (at >= 0) & (at < size)
         found = wide.gather(self.dim, at.clamp(0, size - 1))
-        allowed = ROUNDINGS * error.amax(self.dim, keepdim=True)
-        return (is_there & (found >= largest - allowed)).reshape(x.shape)
+        is_alike = wide.abs() <= SIZE * largest.abs()
+        allowed = ROUNDINGS * error.where(is_alike, 0.0).amax(self.dim, keepdim=True)
+        is_nearly = (found >= largest - allowed) & (found < largest)
+        return (is_there & is_nearly).reshape(x.shape)

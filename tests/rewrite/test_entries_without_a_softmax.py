@@ -136,3 +136,29 @@ def test_ids_out_of_range_raise_as_in_eager_code():
     with backend.collected() as report, pytest.raises((RuntimeError, IndexError)):
         step(h, w, ids, values)
     assert report.num_fused == 1
+
+
+def place_of_the_largest(s, ids, values):
+    return beside_a_divergence(s, ids, values), s.gather(-1, ids).argmax(-1)
+
+
+def the_largest_and_its_place(s, ids, values):
+    largest, place = s.detach().gather(-1, ids).max(-1)
+    return beside_a_divergence(s, ids, values), largest, place == 0
+
+
+def place_alone(s, ids, values):
+    return s.gather(-1, ids).square().mean(), s.gather(-1, ids).argmax(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "loss",
+    [place_of_the_largest, the_largest_and_its_place, place_alone],
+    ids=lambda f: f.__name__,
+)
+def test_the_largest_entry_is_found_by_the_users_code(loss, dtype):
+    """No program has the place of the largest of some ids, and its analysis does not fail."""
+    outcome = compare(_step(loss), _inputs("repeated", dtype), options=OPTIONS)
+    outcome.check()
+    assert outcome.num_fused == len(outcome.report.sites) > 0, str(outcome.report)

@@ -228,6 +228,23 @@ def comparisons_in_rows_without_keys(compared, z, t, w, keep):
     return (torch.where(compared(p), t.softmax(-1).square(), 0.0) * w).sum(-1)
 
 
+A_ROW = torch.where(torch.arange(ROWS) == 2, -INFINITY, 0.0)[:, None]
+HIDDEN_BY_A_NUMBER = {
+    "a distance": (lambda z, q: (z + A_ROW).softmax(-1).sub(q).abs() > 0.05, 0),
+    "a bound": (lambda z, q: z.minimum(A_ROW).softmax(-1) < 0.5, 0),
+    "the largest": (lambda z, q: z + A_ROW == (z + A_ROW).amax(-1, keepdim=True), 0),
+    "more": (lambda z, q: (z + A_ROW).softmax(-1) > 0.1, 1),
+    "a factor": (lambda z, q: (z * A_ROW.exp()).softmax(-1).sub(q).abs() > 0.05, 1),
+}
+
+
+@PROGRAMS.each(HIDDEN_BY_A_NUMBER, trained="rsw")
+def comparisons_in_rows_that_a_number_hides(compared, z, t, w, keep):
+    """A row to which -inf is added has no keys either, though no mask says so."""
+    q = t.softmax(-1)
+    return (torch.where(compared(z, q), q.square(), 0.0) * w).sum(-1)
+
+
 def of_heads(p):
     return p.sum(1) / p.sum(1).sum(-1, keepdim=True)
 

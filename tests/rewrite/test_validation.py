@@ -4,6 +4,7 @@ Faults are planted after the rewrite, whatever its rules are. Each must be caugh
 that is right may be stopped.
 """
 
+import math
 import random
 import re
 from dataclasses import replace
@@ -23,6 +24,8 @@ from torch_streamkl.fx_passes.options import RewriteOptions
 from torch_streamkl.fx_passes.reporting.report import Report
 from torch_streamkl.fx_passes.validation import check, records
 from torch_streamkl.fx_passes.validation.isolation import isolated
+from torch_streamkl.fx_passes.validation.places import Places
+from torch_streamkl.fx_passes.validation.running import Result
 from torch_streamkl.program.operations import OPERATIONS
 
 FAILED = "the check failed: "
@@ -458,6 +461,30 @@ def test_places_of_what_is_no_maximum_are_caught(monkeypatch):
     report = _places_of(shifted, monkeypatch)
     assert not any("maximum" in site.form for site in report.sites if site.fused), report
     assert any(FAILED in site.reason for site in report.sites), report
+
+
+@pytest.mark.parametrize("hidden", [-1e30, -1e12, -math.inf])
+@pytest.mark.parametrize("dim", [1, -1, 0])
+def test_places_next_to_masks(hidden, dim):
+    """The error of a mask is none of the scores, and of masked scores the first is the place."""
+    tiny = 1e-8  # lost in float32
+    rows = torch.tensor(
+        [[0.7, hidden, 0.3, hidden], [0.7, 0.7 + 2 * tiny, hidden, 0.7 + tiny], [hidden] * 4],
+        dtype=torch.float64,
+    )
+    places = Places(torch.fx.Graph().placeholder("x"), dim)
+    wide = rows.T if dim == 0 else rows
+    right = []
+    for place in range(4):
+        found = torch.full((3,), place)
+        ours, given, exact = (Result(x, {}, {}) for x in (found, wide.float(), wide))
+        agreed = places.agree(ours, given, exact)
+        # what the check takes anyway: the places that eager code has, in float32 and in float64
+        eager = (found == wide.float().argmax(dim)) | (found == wide.argmax(dim))
+        right.append((agreed | eager).tolist())
+    assert torch.tensor(right).T.tolist() == [
+        [True, False, False, False], [True, True, False, True], [True, False, False, False],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("made", [top_of_the_teacher, all_but_one])
