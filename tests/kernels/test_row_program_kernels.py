@@ -66,7 +66,7 @@ def test_powers_are_as_accurate_as_those_of_torch(exponent: float) -> None:
 @inside
 def test_powers_of_special_numbers() -> None:
     special = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan, -2.0]).view(1, 1, 5, 1)
-    exponents = (0.5, 1.5, 2.5, 3.0, -0.5, -1.0, -1.5, -2.0)
+    exponents = (0.5, 1.5, 2.5, 3.0, -0.5, -1.0, -1.5, -2.0, 5.0, -7.0, 0.3)
     found = row_program(
         lambda e: {str(x): (e.row**x + 0 * e.s).sum("key") for x in exponents},
         dots={"s": (torch.ones(1, 1, 5, 1), torch.ones(1, 1, 1, 1))},
@@ -75,6 +75,19 @@ def test_powers_of_special_numbers() -> None:
     )
     for x in exponents:
         torch.testing.assert_close(found[str(x)], special[..., 0] ** x, equal_nan=True)
+
+
+@inside
+def test_whole_powers_keep_the_sign_of_zero() -> None:
+    zeros = torch.tensor([0.0, -0.0]).view(1, 1, 2)
+    for x in (1.0, 3.0, -1.0, -2.0, -3.0):
+        found = row_program(
+            lambda e, x=x: {"power": (e.row**x).sum("key") + 0 * e.s.sum("key")},
+            dots={"s": (torch.ones(1, 1, 2, 1), torch.ones(1, 1, 1, 1))},
+            rows={"row": zeros},
+            impl="triton",
+        )
+        assert torch.equal(found["power"], zeros**x), x
 
 
 def _operands(rows: int = 70, keys: int = 67) -> dict[str, Any]:
