@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.comparing import compare
+from tests.support.comparing import compare, is_exact_in_float64
 from torch_streamkl.fx_passes import backend
 
 TOKENS, WIDTH, TEACHER_WIDTH, VOCAB = 23, 16, 19, 101
@@ -282,15 +282,7 @@ def test_places_that_are_read_at_keep_no_logits(loss, kind):
 
 @pytest.mark.parametrize("loss", READ_AT, ids=lambda f: f.__name__)
 def test_places_that_are_read_at_are_exact_in_float64(loss):
-    inputs = _inputs(dtype=torch.float64)
-    torch._dynamo.reset()
-    options = {**OPTIONS, "streamkl.inner": "eager"}
-    found = torch.compile(_step(loss), backend="streamkl", options=options)(*inputs)
-    expected = _step(loss)(*inputs)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    found, expected = (x if isinstance(x, tuple) else (x,) for x in (found, expected))
-    gradients = torch.autograd.grad(found[0], inputs[:2])
-    torch.testing.assert_close(gradients, torch.autograd.grad(expected[0], inputs[:2]))
+    is_exact_in_float64(_step(loss), _inputs(dtype=torch.float64))
 
 
 def labels_of_logits_that_are_read(s, t):

@@ -7,7 +7,7 @@ which torch shares it, or of which it takes the first. Where it is not, it is th
 import pytest
 import torch
 
-from tests.support.comparing import compare
+from tests.support.comparing import compare, is_exact_in_float64
 
 TOKENS, WIDTH, VOCAB = 23, 16, 101
 OPTIONS = {"streamkl.min_mib": 0.0}
@@ -67,15 +67,7 @@ def test_its_gradient_cancels(spelling, maximum, kind):
         return (t.exp() * (t - s)).sum(-1).mean()
 
     inputs = _inputs(kind)
-    torch._dynamo.reset()
-    options = {**OPTIONS, "streamkl.inner": "eager"}
-    found, expected = (
-        torch.compile(step, backend="streamkl", options=options)(*inputs),
-        step(*inputs),
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
-    gradients = (torch.autograd.grad(x, inputs[:2]) for x in (found, expected))
-    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+    is_exact_in_float64(step, inputs)
     outcome = compare(step, [x.detach().float().requires_grad_(x.requires_grad) for x in inputs],
                       options=OPTIONS)  # fmt: skip
     outcome.check()
@@ -102,13 +94,4 @@ def test_elsewhere_it_has_one(spelling, maximum, kind):
         s, t = spelling(h @ w.T, MAXIMA[maximum]), (th @ tw.T).log_softmax(-1)
         return (t.exp() * (t - s)).sum(-1).mean()
 
-    inputs = _inputs(kind)
-    torch._dynamo.reset()
-    options = {**OPTIONS, "streamkl.inner": "eager", "streamkl.verify": "never"}
-    found, expected = (
-        torch.compile(step, backend="streamkl", options=options)(*inputs),
-        step(*inputs),
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
-    gradients = (torch.autograd.grad(x, inputs[:2]) for x in (found, expected))
-    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+    is_exact_in_float64(step, _inputs(kind), **{"streamkl.verify": "never"})

@@ -174,6 +174,21 @@ def compare(
     return outcome
 
 
+def is_exact_in_float64(fn, inputs, **options):
+    """Values, and gradients of the first one, are those of eager code but for the last digits.
+
+    The first two inputs are trained, and all are float64.
+    """
+    given = {"streamkl.inner": "eager", "streamkl.min_mib": 0.0, **options}
+    torch._dynamo.reset()
+    found = torch.compile(fn, backend="streamkl", options=given)(*inputs)
+    expected = fn(*inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    first = (x[0] if isinstance(x, tuple) else x for x in (found, expected))
+    gradients = [torch.autograd.grad(x.sum(), inputs[:2]) for x in first]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+
+
 def refusals(fn, inputs, **options):
     """Why the operators of divergences do not take a program, where row programs are off."""
     torch._dynamo.reset()
