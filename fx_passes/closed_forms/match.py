@@ -80,7 +80,7 @@ def match_program(root: Node, order: Sequence[Axis] = ()) -> Matched:
     """Matches every sum over keys of a program, alone or together with others."""
     root = in_pairs(keys_first(shortened(root)), order)
     found = {site: match(site, order) for site in sites(root)}
-    for site in are_asked_about(root):
+    for site in are_asked_about(root, found):
         if isinstance(found[site], NotClosed):
             del found[site]
     changes: dict[Node, Node] = {}

@@ -59,22 +59,20 @@ def with_largest(
         kind = x.value.kind if x.op == "reduce" else None
         if kind not in (MAX, ARGMAX) or not is_of_keys(x, keys):
             return remade(x, args)
-        return _largest(x, x.args[0]) if kind == MAX else _place(x, narrow)
+        return _largest(x) if kind == MAX else _place(x, narrow)
 
     made = rebuilt(roots, change, lambda x: not is_of_keys(x, keys))
     return [made[x] for x in roots]
 
 
-def _largest(maximum: Node, body: Node) -> Node:
-    axis = maximum.value.axis
+def _largest(maximum: Node) -> Node:
+    axis, body = maximum.value.axis, maximum.args[0]
     if body.flows:
         return maximum  # the step says why not
     is_probability = body.op == "exp" and body.args[0].op == "log_softmax"
     log = body.args[0] if is_probability else body
     if log.op != "log_softmax":
-        value = maximum if body is maximum.args[0] else reduced(MAX, axis, body)
-        lse = _log_sum_exp(axis, body, maximum)
-        return choose(function("isnan", lse), const(math.nan), value)
+        return choose(function("isnan", _log_sum_exp(body, maximum)), const(math.nan), maximum)
     if log.value != axis:
         raise NoForm(OF_OTHERS, maximum)
     scores = log.args[0]
@@ -83,22 +81,22 @@ def _largest(maximum: Node, body: Node) -> Node:
         largest = apply("clamp_max", largest, 0.0)
         return exponential(largest) if is_probability else largest
     largest = apply("clamp_max", maximum, 1.0 if is_probability else 0.0)
-    return choose(_has_numbers(axis, scores, maximum), largest, const(math.nan))
+    return choose(_has_numbers(scores, maximum), largest, const(math.nan))
 
 
-def _log_sum_exp(axis: Axis, body: Node, maximum: Node) -> Node:
-    """The log-sum-exp of elements as they are."""
-    lse = reduced(LOGSUMEXP, axis, body)
+def _log_sum_exp(elements: Node, found: Node) -> Node:
+    """The log-sum-exp of elements as they are, over the axis of a maximum or its place."""
+    axis = found.value.axis
+    lse = reduced(LOGSUMEXP, axis, elements)
     is_one = lse.op == "reduce" and lse.value.kind == LOGSUMEXP
-    if not is_one or lse.args[0] is not substitute(body, {axis: index(lse.value.axis)}):
-        raise NoForm(OF_OTHERS, maximum)
+    if not is_one or lse.args[0] is not substitute(elements, {axis: index(lse.value.axis)}):
+        raise NoForm(OF_OTHERS, found)
     return lse
 
 
-def _has_numbers(axis: Axis, scores: Node, maximum: Node) -> Node:
+def _has_numbers(scores: Node, found: Node) -> Node:
     """Whether the softmax of a row has numbers."""
-    lse = _log_sum_exp(axis, scores, maximum)
-    return compare("gt", const(math.inf), function("abs", lse))
+    return compare("gt", const(math.inf), function("abs", _log_sum_exp(scores, found)))
 
 
 def _may_hide(scores: Node, axis: Axis) -> bool:
@@ -122,7 +120,7 @@ def _place(place: Node, narrow: Callable[[Node], torch.dtype | None]) -> Node:
     if _as_stored(scores, narrow) is not scores:
         raise NoForm(NARROW, scores)  # probabilities may be rounded, too
     found = reduced(ARGMAX, axis, scores)
-    return choose(_has_numbers(axis, scores, place), found, const(0.0, INT))
+    return choose(_has_numbers(scores, place), found, const(0.0, INT))
 
 
 def _as_stored(scores: Node, narrow: Callable[[Node], torch.dtype | None]) -> Node:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from torch_streamkl.fx_passes.closed_forms.masks import num_keys_of
 from torch_streamkl.fx_passes.closed_forms.row_sites import is_entered
@@ -120,12 +120,11 @@ def sites(root: Node) -> list[Node]:
     return [x for x in order if x in wanted]
 
 
-def are_asked_about(root: Node) -> set[Node]:
-    """Returns the outermost sums over keys that conditions alone read.
+def are_asked_about(root: Node, found: Collection[Node]) -> set[Node]:
+    """Returns those of the outermost sums over keys, `sites`, that conditions alone read.
 
     The user's code has computed them: their values need no operator.
     """
-    found = sites(root)
     order = walk([root], lambda x: is_outside(x) and x not in found and x.dtype != BOOL)
     return set(found).difference(order)
 

@@ -199,8 +199,7 @@ def test_the_largest_probability_is_at_most_1(of, is_masked):
         scores = choose(capture("mask", BOOL, at=[index(key)]), scores, const(-math.inf))
     logarithms = log_softmax(scores, key)
     elements = exponential(logarithms) if of == "probability" else logarithms
-    maximum = reduced(MAX, key, elements)
-    largest = row_maxima._largest(maximum, maximum.args[0])
+    largest = row_maxima._largest(reduced(MAX, key, elements))
     assert (largest.op == "where") == is_masked  # NaN where the mask hides the row
     largest = largest.args[1] if is_masked else largest
     assert largest.range[1] == (1.0 if of == "probability" else 0.0)
