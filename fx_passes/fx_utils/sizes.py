@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch_streamkl.fx_passes.fx_utils.torch_names import FloorDiv, free_unbacked_symbols
 
 Size = int | torch.SymInt
+UNKNOWN_SIZE = 1 << 13  # of a dimension that only data decides: taken for large
 
 
 def expression(size: Size) -> Any:
@@ -52,6 +54,17 @@ def hint_of(size: Size) -> int | None:
         return size
     hint = size.node.hint
     return None if hint is None else int(hint)
+
+
+def size_hint(size: Size) -> int:
+    """Returns a size, or what a dynamic one was when the graph was made."""
+    hint = hint_of(size)
+    return UNKNOWN_SIZE if hint is None else hint
+
+
+def numel(value: Tensor) -> int:
+    """Counts a tensor's elements, by hints of symbolic sizes."""
+    return math.prod(map(size_hint, value.shape))
 
 
 def shown_shape(x: Tensor) -> tuple[int | str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -51,7 +50,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
 )
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
-from torch_streamkl.fx_passes.fx_utils.sizes import hint_of
+from torch_streamkl.fx_passes.fx_utils.sizes import numel
 from torch_streamkl.fx_passes.planning.divergences import ProductType
 from torch_streamkl.fx_passes.planning.profitability import are_all_keys, why_small
 from torch_streamkl.fx_passes.planning.readers import Readers
@@ -63,7 +62,6 @@ from torch_streamkl.fx_passes.reading.reader import Reading, trained
 from torch_streamkl.program.graph import Node
 from torch_streamkl.rows.program import Program
 
-UNKNOWN_SIZE = 1 << 13  # of a dimension that only data decides
 SUMS = {
     "sum", "mean", "logsumexp", "kl_div", "mse_loss", "l1_loss", "cross_entropy_loss",
     "linalg_vector_norm", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits",
@@ -450,11 +448,9 @@ def _is_unread(node: fx.Node, gone: Collection[fx.Node], memory: Memory) -> bool
 
 
 def _num_elements(node: fx.Node) -> int:
-    """Counts the elements of a tensor, by hints of symbolic sizes; 0 of anything else."""
+    """Counts the elements of a tensor; 0 of anything else."""
     value = example(node)
-    if not isinstance(value, Tensor):
-        return 0
-    return math.prod(hint_of(n) or UNKNOWN_SIZE for n in value.shape)
+    return numel(value) if isinstance(value, Tensor) else 0
 
 
 def _reader_text(readers: Sequence[fx.Node]) -> str:

@@ -19,7 +19,8 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     name_of,
 )
 from torch_streamkl.fx_passes.fx_utils.op_names import OF_ROWS
-from torch_streamkl.fx_passes.reporting.large_tensors import PRODUCTS, numel, size_hint
+from torch_streamkl.fx_passes.fx_utils.sizes import numel, size_hint
+from torch_streamkl.fx_passes.reporting.large_tensors import PRODUCTS
 from torch_streamkl.fx_passes.reporting.report import Site
 from torch_streamkl.fx_passes.reporting.text import shown
 

@@ -33,7 +33,13 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     tensors_read,
 )
 from torch_streamkl.fx_passes.fx_utils.op_names import CASTS, MATMULS, OF_ROWS, OPERAND_VIEWS
-from torch_streamkl.fx_passes.fx_utils.sizes import Size, bytes_text, hint_of, shown_shape
+from torch_streamkl.fx_passes.fx_utils.sizes import (
+    UNKNOWN_SIZE,
+    bytes_text,
+    numel,
+    shown_shape,
+    size_hint,
+)
 from torch_streamkl.fx_passes.reporting.graph_outputs import VOCABULARY_PER_WIDTH
 from torch_streamkl.fx_passes.reporting.report import Remaining
 
@@ -41,7 +47,6 @@ OF_AN_INPUT = "made of an input of this size"
 SMALLER = 8  # times, and a tensor is no longer as large as the scores that it is made of
 MUCH_LARGER = 2  # times what a product of two activations is computed from
 EXPANDED = 4  # times the operands of a broadcast operation, or the ids of a scattered target
-UNKNOWN_SIZE = 1 << 13  # of a dimension that only data decides: taken for large
 PRODUCTS = MATMULS | {"cdist", "tensordot", "_scaled_mm", "inner"}
 SCATTERS = {"one_hot", "scatter", "scatter_", "scatter_add", "scatter_add_"}
 WRITES = {"setitem", "__setitem__", "index_put", "index_put_"}
@@ -329,19 +334,5 @@ def is_vector(value: Tensor) -> bool:
     return sum(size_hint(n) != 1 for n in value.shape) < 2
 
 
-def numel(value: Tensor) -> int:
-    """Counts a tensor's elements, by hints of symbolic sizes."""
-    size = 1
-    for n in value.shape:
-        size *= size_hint(n)
-    return size
-
-
 def _squeezed(value: Tensor) -> tuple[int, ...]:
     return tuple(n for n in map(size_hint, value.shape) if n != 1)
-
-
-def size_hint(size: Size) -> int:
-    """Returns a size, or what a dynamic one was when the graph was made."""
-    hint = hint_of(size)
-    return UNKNOWN_SIZE if hint is None else hint

@@ -24,12 +24,12 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
 )
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.shape_reads import values_of
+from torch_streamkl.fx_passes.fx_utils.sizes import numel
 from torch_streamkl.fx_passes.reporting.graph_breaks import (
     break_after,
     break_before,
     called_apart,
 )
-from torch_streamkl.fx_passes.reporting.large_tensors import numel
 from torch_streamkl.fx_passes.reporting.operations import SPELLINGS, why_not
 from torch_streamkl.fx_passes.reporting.reasons import LEAVES
 from torch_streamkl.fx_passes.reporting.refusals import ELSEWHERE, NOT_MADE, Refusals

@@ -136,7 +136,7 @@ def _form(site: Site) -> str:
 
 
 def _reason(site: Site) -> str:
-    reason = site.reason.replace(os.getcwd() + os.sep, "")
+    reason = shown_in(site.reason)
     return reason + (f" ({shown(site.unsupported_at)})" if site.unsupported_at else "")
 
 
@@ -270,6 +270,11 @@ def alike(items: Sequence[Item]) -> list[tuple[Item, int]]:
 def shown(location: str) -> str:
     """Returns a location relative to the working directory when it is below it."""
     return location.removeprefix(os.getcwd() + os.sep)
+
+
+def shown_in(text: str) -> str:
+    """Returns a text with its locations relative to the working directory."""
+    return text.replace(os.getcwd() + os.sep, "")
 
 
 def losses_text(count: int) -> str:

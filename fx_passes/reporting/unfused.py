@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -23,18 +22,18 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     tensor_of,
 )
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS, ORDERED
+from torch_streamkl.fx_passes.fx_utils.sizes import numel
 from torch_streamkl.fx_passes.lowering.writer import INSIDE
 from torch_streamkl.fx_passes.reading.reader import TOO_LARGE, Reading
 from torch_streamkl.fx_passes.reporting import data_parallel
 from torch_streamkl.fx_passes.reporting.hints import ADVICE, advice_for, hint_for
-from torch_streamkl.fx_passes.reporting.large_tensors import numel
 from torch_streamkl.fx_passes.reporting.operations import in_users_terms
 from torch_streamkl.fx_passes.reporting.places import is_shared_by_hand, place_of, with_place
 from torch_streamkl.fx_passes.reporting.reasons import NO_OPERATOR, UNSUMMED, reason_of
 from torch_streamkl.fx_passes.reporting.refusals import MASKED_ENTRIES, Refusals, selects_entries
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.reporting.score_levels import Level
-from torch_streamkl.fx_passes.reporting.text import shown
+from torch_streamkl.fx_passes.reporting.text import shown, shown_in
 
 
 def not_fused(reason: str, graph: fx.Graph, is_body: bool = False) -> Report:
@@ -241,8 +240,9 @@ def reasons_of_programs(
         if any(_is_of_probabilities_alone(user, refusals) for user in node.users):
             continue
         place = shown(place_of(node, trace)[0])
-        said = reason.replace(os.getcwd() + os.sep, "")
-        found[f"a sum at {place} is not fused: {said}. Hint: {hint_for(reason)}"] = None
+        found[f"a sum at {place} is not fused: {shown_in(reason)}. Hint: {hint_for(reason)}"] = (
+            None
+        )
     return list(found)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,14 +19,13 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
 )
 from torch_streamkl.fx_passes.fx_utils.op_names import OF_ROWS, ORDERED, STREAMED
 from torch_streamkl.fx_passes.fx_utils.shape_reads import reads_values
-from torch_streamkl.fx_passes.fx_utils.sizes import is_one
+from torch_streamkl.fx_passes.fx_utils.sizes import is_one, numel
 from torch_streamkl.fx_passes.reporting.hints import ADVICE, hint_for
 from torch_streamkl.fx_passes.reporting.large_tensors import (
     LOSSES,
     PRODUCTS,
     SCATTERS,
     WRITES,
-    numel,
 )
 from torch_streamkl.fx_passes.reporting.operations import is_unread, why_not
 from torch_streamkl.fx_passes.reporting.reasons import AS_PRODUCT
@@ -55,11 +54,7 @@ def reasons_of(
     found: dict[str, None] = {}
     hints: dict[str, None] = {}
     said: set[fx.Node] = set()
-    for node in nodes:
-        if node in said:
-            continue
-        read = _telling_reader(node)
-        said.update(read.seen)
+    for node, read in _first_reads(nodes, said):
         if read.reader is not None:
             said |= descendants([read.reader])
         sentence, _, hint = _sentence(node, read.reader, read.path, at_break).partition(". Hint: ")
@@ -76,11 +71,7 @@ def readers_beside(nodes: Iterable[fx.Node], at_break: str | None = None) -> lis
     """Returns who reads the tensors that a fused loss no longer needs, as sentences."""
     found: dict[str, None] = {}
     said: set[fx.Node] = set()
-    for node in nodes:
-        if node in said:
-            continue
-        read = _telling_reader(node)
-        said.update(read.seen)
+    for node, read in _first_reads(nodes, said):
         reader = read.reader
         if reader is not None and reader.op != "output" and OURS not in name_of(reader):
             place = shown(location_of(reader)[0])
@@ -111,6 +102,15 @@ class _Read:
     reader: fx.Node | None
     path: list[fx.Node]  # from the tensor to what is read, each computed from the one before
     seen: Collection[fx.Node]
+
+
+def _first_reads(nodes: Iterable[fx.Node], said: set[fx.Node]) -> Iterator[tuple[fx.Node, _Read]]:
+    """Yields the tensors that are not on the way of one before; ``said`` are those that are."""
+    for node in nodes:
+        if node not in said:
+            read = _telling_reader(node)
+            said.update(read.seen)
+            yield node, read
 
 
 def _telling_reader(node: fx.Node) -> _Read:
