@@ -248,7 +248,7 @@ class Inserting:
 
         All of them are known by the first one's name: they are refused together.
         """
-        name, build = plan.first.name, self.builder(plan.first)
+        name, build = plan.first.name, self.builder(plan.place)
         device = tensor_of(plan.first).device.type
         small = why_program_is_left(plan.form.replaced, device, self.min_mib)
         small = small or why_ids_are_left(plan.form, device, self.min_mib)

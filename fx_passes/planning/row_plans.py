@@ -33,6 +33,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
 from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import (
+    RECORDS,
     Memory,
     autograd_modes,
     by_storage,
@@ -109,9 +110,14 @@ class ProgramPlan:
 
     @property
     def first(self) -> fx.Node:
-        """Returns the user's node before which the program must be inserted."""
+        """Returns the first of its values in the user's graph."""
         nodes = {o.node for o in self.outputs}
         return next(n for n in self.outputs[0].node.graph.nodes if n in nodes)
+
+    @property
+    def place(self) -> fx.Node:
+        """Returns the user's node before which the program must be inserted."""
+        return _recorded(self.first) if self.form.requires_grad else self.first
 
 
 def may_have_programs(trace: Trace) -> bool:
@@ -274,17 +280,16 @@ class RowPlanner:
         learned = [trained([x]) for x in exprs]
         if len({frozenset(x) for x in learned if x}) > 1:
             return None
-        # the call stands at the first of them, and has gradients if those are recorded there
-        modes = autograd_modes(nodes[0].graph.nodes)
-        at_first = modes[min(nodes, key=lambda n: self.position[n])]
-        if any(x and modes[n] != at_first for n, x in zip(nodes, learned, strict=True)):
-            return None
-        first = min(self.position[n] for n in nodes)
+        place = min(nodes, key=lambda n: self.position[n])
+        first = self.position[_recorded(place) if any(learned) else place]
         read = nodes_read(*exprs)
         outer = self.trace.outer
         if any(n not in outer or self.position[outer[n]] > first for n in read):
             return None
-        if self._is_written_between(nodes, read) or any(set(inner) & ancestors(n) for n in read):
+        last = max(self.position[n] for n in nodes)
+        if self._is_written_between(first, last, read):
+            return None
+        if any(set(inner) & ancestors(n) for n in read):
             return None
         try:
             joined = self.plan(inner)
@@ -294,10 +299,9 @@ class RowPlanner:
         is_there = all(self.position[outer[n]] <= first for n in matmuls if n in outer)
         return joined if is_there else None
 
-    def _is_written_between(self, nodes: Sequence[fx.Node], read: Iterable[fx.Node]) -> bool:
-        """Whether what sums read is written between them: one call reads it before the first."""
+    def _is_written_between(self, first: int, last: int, read: Iterable[fx.Node]) -> bool:
+        """Whether what sums read is written between two places: a call reads it at the first."""
         memory = {storage_of(self.trace.outer[n]) for n in read} - {None}
-        first, last = (end(self.position[n] for n in nodes) for end in (min, max))
         return any(first < at < last and memory & written for at, written in self._writes)
 
     def _merge(self, plans: list[ProgramPlan]) -> None:
@@ -396,6 +400,20 @@ class RowPlanner:
         results = {o.inner for plan in plans for o in plan.outputs}
         behind = reached([node], lambda n: () if n in results else n.all_input_nodes)
         return bool((behind - results) & products) or not ancestors(node) & results
+
+
+def _recorded(node: fx.Node) -> fx.Node:
+    """The node at which a call with gradients stands, which computes the value of a node.
+
+    It is the node, or the beginning of the ``torch.no_grad`` that a metric is in.
+    """
+    last = node
+    for each, mode in autograd_modes(node.graph.nodes).items():
+        if mode == RECORDS:
+            last = each
+        if each is node:
+            break
+    return last
 
 
 def _with_shared_rows(arrays: list[Array]) -> list[Array]:

@@ -86,9 +86,20 @@ def places(s, t, h):
     return kl(t, s).mean(), (s.argmax(-1) == t.argmax(-1)).double().mean(), t.argmax(-1)
 
 
+def metrics_before_the_loss(s, t, h):
+    """The call stands where its gradients are recorded: before the first metric's no_grad."""
+    with torch.no_grad():
+        agreement = (s.argmax(-1) == t.argmax(-1)).double().mean()
+        of_student = entropy(s).mean()
+    loss = kl(t, s).mean()
+    with torch.no_grad():
+        return loss, agreement, of_student, t.exp().amax(-1).mean()
+
+
 LOSSES = [
-    places, confidences, weighted_by_the_confidence, detached_entropies, entropies_of_detached,
-    other_divergences, acceptance, metrics_of_some_tokens, weighted_by_the_entropy,
+    metrics_before_the_loss, places, confidences, weighted_by_the_confidence, detached_entropies,
+    entropies_of_detached, other_divergences, acceptance, metrics_of_some_tokens,
+    weighted_by_the_entropy,
 ]  # fmt: skip
 
 
