@@ -11,7 +11,7 @@ from torch_streamkl.fx_passes.capture.aliases import Aliases, LateWrite
 from torch_streamkl.fx_passes.closed_forms.form import Call
 from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
 from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder
-from torch_streamkl.fx_passes.fx_utils.errors import Refused, Unsupported
+from torch_streamkl.fx_passes.fx_utils.errors import NotWorthIt, Refused, Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     location_of,
@@ -184,12 +184,15 @@ class Inserting:
         node, build = found.node, self.builder(found.node)
         site = self._described(found)
         small = why_left(found.forms, tensor_of(node).device.type, self.min_mib)
+        refusal = self.refused.get(node.name, "")
+        if isinstance(refusal, NotWorthIt):
+            small = small or refusal
         if small:
             return replace(site, fused=False, skipped=small, hint=FORCE_SIZE, roles="", warning="")
         try:
             with build.undone_if_unsupported():
-                if node.name in self.refused:
-                    raise Unsupported(self.refused[node.name])
+                if refusal:
+                    raise Unsupported(refusal)
                 self._check(found)
                 writes = self.aliases.writes
                 replacement = divergences.emit(

@@ -39,6 +39,7 @@ from torch_streamkl.fx_passes.passes.sdpa_fusion import replace_attention
 from torch_streamkl.fx_passes.passes.selected_counts import masks_of_counts, reread_counts
 from torch_streamkl.fx_passes.passes.shape_reads import shapes_as_sizes
 from torch_streamkl.fx_passes.passes.share_cross_entropy import share_cross_entropy
+from torch_streamkl.fx_passes.planning.logits_that_stay import computed_twice
 from torch_streamkl.fx_passes.planning.losses import Losses, find_losses
 from torch_streamkl.fx_passes.planning.readers import NO_READERS, Readers, readers_of_body
 from torch_streamkl.fx_passes.reading.reader import read_trace
@@ -240,8 +241,10 @@ def rewrite_once(
         notes = _improve(given, graph, losses, builder)
         removed += remove_dead(graph, nodes, unused, views)
     late = read_after_writes(graph, insert.late)
-    if late:
-        return Report(), late
+    values = [inner for inner, _ in fused.sites]
+    left = late or computed_twice(graph, losses, values, min_mib)
+    if left:
+        return Report(), left
     report = Report(list(fused.left), notes=notes)
     runs = how_sites_run(graph, mode, given.is_compiled)
     report.sites += _sites_of(graph, fused, {n: large[n] for n in removed if n in large}, runs)

@@ -14,6 +14,10 @@ def first_line(error: Exception, longest: int = 600) -> str:
     return str(error).partition("\n")[0][:longest]
 
 
+class NotWorthIt(str):
+    """A reason why a loss is skipped that could be fused: other code would be as fast."""
+
+
 Refused = Mapping[str, str]  # nodes of the user's graph that stay as they are, and why
 Agree = Callable[[fx.Graph, Sequence[str], Refused], Refused]  # graph, fused sites, refused ones
 

@@ -32,8 +32,13 @@ LEAST_ATTENTION_MIB = {"cuda": 32.0, "cpu": 0.0}
 
 # of a row program, in MiB of all of its products together in float32. By blocks of plain torch it
 # needs tens of MiB, and longer than Inductor's code: 1.6 to 5.5 times as long on a CPU
-# (bench/results/row_programs_cpu.json). So it is taken where the tensors may not fit.
+# (bench/results/row_programs_cpu.json). So it is taken where the tensors may not fit. On an H100
+# a step waits for the host below 512 MiB to 1 GiB (bench/notes/row_programs.md).
 LEAST_PROGRAM_MIB = {"cuda": 1024.0, "cpu": 4096.0}
+# of the logits that a loss saves if other code reads its other logits. Their products are then
+# computed twice: a KL with top-1 agreement took 9.9 ms on an H100, 7.2 with torch.compile
+# (bench/notes/lm_heads.md). So it is taken where the tensors may not fit.
+LEAST_TWICE_MIB = {"cuda": 1024.0, "cpu": 1024.0}
 
 
 def _too_small(
@@ -88,13 +93,25 @@ def why_program_is_left(products: Iterable[Product], device: str, given: float |
     Sizes that vary count as they are when the graph is compiled; those that only data decides are
     taken for large.
     """
-    mib = 0.0
-    for product in products:
-        count = _count(axes_of(product))
-        if count is None:
-            return ""
-        mib += count * ELEMENT / MIB
+    mib = sum(map(mib_of, products))
     return _too_small(mib, LEAST_PROGRAM_MIB, ("products", "custom losses"), device, given)
+
+
+def mib_of(product: Product) -> float:
+    """Returns the size of what a product makes, as sizes are now; unknown ones are infinite."""
+    count = _count(axes_of(product))
+    return math.inf if count is None else count * ELEMENT / MIB
+
+
+def why_twice_is_left(saved: float, readers: Iterable[str], device: str) -> str:
+    """Explains why a loss is skipped whose logits ``readers`` read as well; "" if it is fused.
+
+    ``saved`` are the MiB of those of its logits that nothing else reads.
+    """
+    texts = "others", "logits computed twice"
+    small = _too_small(saved, LEAST_TWICE_MIB, texts, device, None)
+    also = f"{', '.join(sorted(readers))} also reads its logits; computing them again saves"
+    return f"{also} {small}" if small else ""
 
 
 def why_ids_are_left(form: RowForm, device: str, given: float | None) -> str:

@@ -121,3 +121,53 @@ def test_row_programs_can_be_turned_off():
         report_of(weighted, row_programs=False)
     options = inductor_options(row_programs=False)
     assert options["pre_grad_custom_pass"].ours.row_programs is False
+
+
+def kl(student, teacher):
+    student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+    return F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+
+
+def with_logits(h, weight, teacher):
+    logits = h @ weight.T
+    return kl(logits, teacher @ weight.T), logits
+
+
+def with_both_read(h, weight, teacher):
+    student, teacher = h @ weight.T, teacher @ weight.T
+    return kl(student, teacher), student.std(), teacher.std()
+
+
+def with_labels(h, weight, teacher):
+    student = h @ weight.T
+    labels = teacher[:, 0].long() % len(weight)
+    return kl(student, teacher @ weight.T) + F.cross_entropy(student, labels)
+
+
+@pytest.mark.parametrize(
+    ("loss", "readers"),
+    [(with_logits, "the caller"), (with_both_read, "std"), (with_labels, "")],
+)
+def test_logits_that_stay_are_not_computed_twice(loss, readers, monkeypatch):
+    """Unless that saves others that are large, or the option says so."""
+    monkeypatch.setattr(profitability, "LEAST_TWICE_MIB", quick.MEASURED_TWICE_MIB)
+    sizes = (40, 8), (64, 8), (40, 8)
+    inputs = [torch.randn(n).requires_grad_(i < 2) for i, n in enumerate(sizes)]
+
+    def fused(**options):
+        torch._dynamo.reset()
+        given = {f"streamkl.{name}": value for name, value in options.items()}
+        compiled = torch.compile(
+            loss, backend="streamkl", options={**given, "streamkl.inner": "eager"}
+        )
+        with collected() as report:
+            torch.testing.assert_close(compiled(*inputs), loss(*inputs))
+        assert report.num_unfused == 0
+        return report.num_fused, "".join(site.skipped for site in report.sites)
+
+    is_fused, why = fused()
+    assert is_fused == (not readers)
+    assert why.startswith(f"{readers} also reads") == bool(readers)
+    assert fused(min_mib=0) == (1, "")
+    monkeypatch.setattr(profitability, "LEAST_TWICE_MIB", {"cpu": 40 * 64 * 4 / 2**20})
+    assert fused()[0] == (loss is not with_both_read)  # of which no other logits go away

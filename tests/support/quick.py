@@ -16,6 +16,7 @@ from torch_streamkl.fx_passes.planning import profitability
 MEASURED_MIB = dict(profitability.LEAST_MIB)
 MEASURED_PROGRAM_MIB = dict(profitability.LEAST_PROGRAM_MIB)
 MEASURED_ATTENTION_MIB = dict(profitability.LEAST_ATTENTION_MIB)
+MEASURED_TWICE_MIB = dict(profitability.LEAST_TWICE_MIB)
 
 
 def guards_are_not_timed():
@@ -54,6 +55,7 @@ def sites_are_fused_whatever_their_size():
     profitability.LEAST_MIB.clear()
     profitability.LEAST_PROGRAM_MIB.clear()
     profitability.LEAST_ATTENTION_MIB.clear()
+    profitability.LEAST_TWICE_MIB.clear()
 
 
 def instruction_sets_are_not_tried_out():
