@@ -1,10 +1,13 @@
-"""Makes Inductor launch our kernels itself in graphs that it compiles to C++.
+"""Makes Inductor launch our kernels itself, where a call of an operator would be slow.
 
-With ``cpp_wrapper=True`` a compiled graph is C++, and an AOTInductor package is loaded into a
-process without our Python. So the lowering of an operator is not a call of it. Instead the steps
-of its implementation are traced (torch_streamkl/runtime/trace.py). They become Inductor's
-allocations, Inductor's operations, and launches of our portable kernels by entries
-(torch_streamkl/kernels/entries.py), which Inductor treats as kernels of a user.
+- With ``cpp_wrapper=True`` a compiled graph is C++, and an AOTInductor package is loaded into a
+  process without our Python.
+- LM heads with few tokens take less time on a GPU than the Python of their operator takes.
+
+So the lowering of such an operator is not a call of it. Instead the steps of its implementation
+are traced (torch_streamkl/runtime/trace.py). They become Inductor's allocations, Inductor's
+operations, and launches of our portable kernels by entries (torch_streamkl/kernels/entries.py),
+which Inductor treats as kernels of a user.
 
 The classes of Inductor that this needs are private. If one is missing or looks different, or if an
 implementation cannot be traced, the operator is called, and the log says why.
@@ -18,6 +21,8 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from torch_streamkl.attention import ops
 from torch_streamkl.linear import ops as linear_ops
@@ -33,7 +38,7 @@ NOTE = {
 
 @functools.cache
 def install() -> bool:
-    """Lowers our operators to their steps in C++ graphs; False if Inductor's parts differ."""
+    """Lowers our operators to their steps; False if Inductor's parts differ."""
     try:
         from torch._inductor.lowering import fallback_handler, lowerings
         from torch._inductor.virtualized import V  # noqa: F401
@@ -78,22 +83,40 @@ def _lower(
     operator: Any, run: Callable[..., Any], fallback: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Returns the lowering of an operator whose implementation is ``run``."""
-    if not is_needed():
-        return fallback(*args, **kwargs)
     given = _by_name(operator, args, kwargs)
     is_attention = "student_q" in given
     device = given["student_q" if is_attention else "student_hidden"].get_device()
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    of_cpp = is_needed()
+    if of_cpp:
+        is_lowered = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    else:  # attention is a bound operator (inductor_calls.py)
+        is_lowered = launches_heads(device) and not is_attention
+    if not is_lowered:
         return fallback(*args, **kwargs)
     try:
         from torch_streamkl.fx_passes import inductor_lowering as of
 
-        implementation = of.attention_implementation if is_attention else of.linear_implementation
-        build = of.Lowering(given).traced(run, implementation)
+        of_heads = of.linear_implementation if of_cpp else of.short_implementation
+        implementation = of.attention_implementation if is_attention else of_heads
+        lowering = of.Lowering(given)
+        build = lowering.traced(run, implementation)
     except (ImportError, AttributeError, NotImplementedError) as reason:
-        log.warning("a graph of C++ calls the Python of %s: %s", operator, reason)
+        if of_cpp:
+            log.warning("a graph of C++ calls the Python of %s: %s", operator, reason)
         return fallback(*args, **kwargs)
+    is_checked = given.get("labels") is not None and "statistics" not in given
+    if is_checked and not of_cpp:  # as the operator's Python does
+        lowering.check_labels()
     return build()
+
+
+def launches_heads(device: torch.device) -> bool:
+    """Returns whether graphs of Python launch the kernels of LM heads with few tokens.
+
+    On an H100 the Python of a call takes some 0.9 ms, and with 512 tokens all that the GPU does
+    0.8 (bench/notes/host.md).
+    """
+    return device.type == "cuda"
 
 
 def is_needed() -> bool:

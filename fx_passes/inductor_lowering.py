@@ -15,18 +15,21 @@ import torch
 from torch import Tensor
 from torch._inductor import ir
 from torch._inductor.kernel.mm import aten_mm
-from torch._inductor.lowering import lowerings, to_dtype
+from torch._inductor.lowering import fallback_handler, lowerings, to_dtype
 from torch._inductor.virtualized import V
 
 from torch_streamkl.attention import ops
 from torch_streamkl.attention import problem as attention_problem
 from torch_streamkl.attention.heuristics import select_implementation
 from torch_streamkl.attention.limits import hopper_limit
+from torch_streamkl.bounds import LABELS, checked_ids
 from torch_streamkl.fx_passes.inductor_launch import KernelLaunch
 from torch_streamkl.kernels.entries import Entry, entry_of
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear import problem as linear_problem
 from torch_streamkl.linear import rows as linear_rows
+from torch_streamkl.linear.chunks import is_one_chunk
+from torch_streamkl.registration import WITHOUT_AUTOGRAD
 from torch_streamkl.runtime.trace import Allocation, Launch, Operation, Untraceable, trace
 
 aten = torch.ops.aten
@@ -53,6 +56,15 @@ def linear_implementation(given: dict[str, Any]) -> str:
     return "torch" if rows is linear_rows else "triton"
 
 
+def short_implementation(given: dict[str, Any]) -> str:
+    """Chooses the implementation of LM heads with all logits at once; raises if there are more."""
+    problem, workspace, _ = linear_ops.problem_of(**{k: given[k] for k in LINEAR})
+    found = linear_implementation(given)
+    if not is_one_chunk(problem, workspace):
+        raise Untraceable("several chunks of tokens")
+    return found
+
+
 class Lowering:
     """Lowers one call of an operator: holds fake tensors in place of Inductor's, and its steps."""
 
@@ -74,15 +86,15 @@ class Lowering:
 
         shape_env = V.graph.sizevars.shape_env
         with V.graph.fake_mode:
-            given = {name: self._fake(x) for name, x in self.given.items()}
+            self.fakes = given = {name: self._fake(x) for name, x in self.given.items()}
             tensors = [x for x in given.values() if isinstance(x, Tensor)]
             self.inputs = set(self.boxes)
             with mock.patch.object(shape_env, "_check_frozen", refuse):
                 found = implementation(given)
                 if found != "triton":
                     raise Untraceable(f"impl={given['impl']!r} runs as {found!r} here")
-                given["impl"] = found
-                self.trace, found_outputs = trace(lambda *_: run(*given.values()), tensors)
+                arguments = {**given, "impl": found}
+                self.trace, found_outputs = trace(lambda *_: run(*arguments.values()), tensors)
         outputs: Sequence[Any] = found_outputs
         steps = self.trace.steps
         entries = {id(x): entry_of(x) for x in steps if isinstance(x, Launch)}
@@ -96,6 +108,13 @@ class Lowering:
             return tuple(self._box(x) for x in outputs)
 
         return build
+
+    def check_labels(self) -> None:
+        """Inserts the check of the labels that the Python of an operator makes."""
+        key, check = id(self.fakes["labels"]), fallback_handler(WITHOUT_AUTOGRAD[checked_ids])
+        vocab_size = self.given["student_weight"].get_size()[0]
+        rule = f"{LABELS}{self.given['ignore_index']}"
+        self.boxes[key] = check(self.boxes[key], vocab_size, 0, rule)
 
     def _fake(self, x: Any) -> Any:
         """Returns the fake tensor, or the number, that stands for an argument."""

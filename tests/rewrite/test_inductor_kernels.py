@@ -104,6 +104,64 @@ def test_heads(reduction, launched):
     assert counted(launched) == {"row_kernel": 1 if reduction == "mean" else 2}
 
 
+HEADS = (20, 8), (30, 8), (20, 16), (30, 16)
+
+
+@pytest.fixture
+def launched_by_python(monkeypatch):
+    """Names of the kernels that graphs of Python launch."""
+    from tests.support.cpp_graphs import launched_by_graphs
+
+    with launched_by_graphs(monkeypatch, of_cpp=False) as names:
+        yield names
+
+
+@inside
+@pytest.mark.parametrize("reduction", ["mean", pytest.param("none", marks=slow)])
+def test_heads_with_few_tokens(reduction, launched_by_python):
+    """The launches are of a graph of Python; attention next to them is an operator."""
+    attention = [torch.randn(1, 2, 20, 8) for _ in range(4)]
+
+    def loss(*x, impl="auto"):
+        of_heads = linear_kl(*x, reduction=reduction, temperature=2.0, impl=impl)
+        return of_heads + attention_kl(*attention, reduction="mean", impl=impl)
+
+    check(compiled(loss), loss, HEADS, (0, 1))
+    assert counted(launched_by_python) == {"row_kernel": 1 if reduction == "mean" else 2}
+
+
+@inside
+def test_labels_of_few_tokens_are_checked(launched_by_python):
+    labels = torch.arange(20) % 30
+    labels[3] = -100
+
+    def loss(*x, impl="auto"):
+        return linear_kl(*x, labels=labels, hard_weight=0.5, reduction="mean", impl=impl)
+
+    graph = compiled(loss)
+    check(graph, loss, HEADS, (0, 1))
+    assert counted(launched_by_python) == {"row_kernel": 1}
+    labels[4] = 30
+    with pytest.raises(IndexError, match="Target 30 is out of bounds"):
+        graph(*map(torch.randn, HEADS))
+
+
+@inside
+@pytest.mark.parametrize("why", ["chunks", "tokens"])
+def test_other_heads_are_operators(why, launched_by_python, caplog):
+    sizes, options = HEADS, {}
+    if why == "chunks":
+        sizes = (3000, 8), (30, 8), (3000, 16), (30, 16)
+        options["max_workspace_mib"] = 1
+
+    def loss(*x, impl="auto"):
+        return linear_kl(*x, reduction="mean", impl=impl, **options)
+
+    check(compiled(loss), loss, sizes, (0, 1), varies=0 if why == "tokens" else None)
+    assert not launched_by_python
+    assert not caplog.text  # as usual
+
+
 @inside
 def test_a_call_that_cannot_be_traced(launched, caplog):
     check(compiled(rows), rows, [(1, 2, 20, 8)] * 4, varies=3)

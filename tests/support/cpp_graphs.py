@@ -60,8 +60,11 @@ class Interpreted:
 
 
 @contextlib.contextmanager
-def launched_by_graphs(monkeypatch):
-    """Inside, graphs on a CPU launch kernels as those of C++ do on a GPU; gives their names."""
+def launched_by_graphs(monkeypatch, of_cpp=True):
+    """Inside, graphs on a CPU launch kernels as on a GPU those of C++ do, or else of Python.
+
+    Gives their names.
+    """
     launched = []
 
     def compiled(_self, _name, source, device_str="cuda"):
@@ -72,7 +75,8 @@ def launched_by_graphs(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(triton.runtime.driver, "_active", Driver("sm_90"))
         patch.setattr(async_compile.AsyncCompile, "triton", compiled)
-        patch.setattr(inductor_kernels, "is_needed", lambda: True)
+        patch.setattr(inductor_kernels, "is_needed", lambda: of_cpp)
+        patch.setattr(inductor_kernels, "launches_heads", lambda device: True)
         yield launched
 
 

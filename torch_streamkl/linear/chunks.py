@@ -58,6 +58,13 @@ MAX_PARTS = 4  # of a chunk, for the teacher's logits
 STUDENT_PASSES, ROWS_OF_A_PASS = 7, 46
 
 
+def is_one_chunk(problem: LinearProblem, max_workspace_mib: int) -> bool:
+    """Returns whether the logits of all tokens fit into the workspace at once."""
+    return problem.num_tokens * sum(row_bytes(problem)) <= workspace_bytes(
+        problem, max_workspace_mib
+    )
+
+
 def forward(
     problem: LinearProblem, max_workspace_mib: int, rows: ModuleType = linear_rows
 ) -> RowValues:

@@ -19,8 +19,8 @@ from torch_streamkl.runtime.launch import observed_by
 
 # whose results are tensors of their own
 OPERATIONS = {
-    "_to_copy", "add.Tensor", "clone", "eq.Scalar", "mul.Tensor", "new_ones", "scalar_tensor",
-    "sum", "sum.dim_IntList", "where.self", "zeros", "zeros_like",
+    "_to_copy", "add.Tensor", "clone", "eq.Scalar", "mul.Tensor", "ne.Scalar", "new_ones",
+    "scalar_tensor", "sum", "sum.dim_IntList", "where.self", "zeros", "zeros_like",
 }  # fmt: skip
 # and those that write to one, with the operation whose result they write
 WRITING = {
