@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from torch_streamkl.compiler_marks import is_compiling
+
 _MODULE = "torch.utils.flop_counter"
 _formulas: dict[Any, Callable[..., int]] = {}
 _waiting: list[Any] = []
@@ -34,7 +36,7 @@ def register(load: bool = False) -> None:
     """
     if load:
         importlib.import_module(_MODULE)
-    elif torch.compiler.is_compiling():
+    elif is_compiling():
         return
     module: Any = sys.modules.get(_MODULE)
     if module is None:
