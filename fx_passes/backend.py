@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Unpack
@@ -90,7 +91,7 @@ def reports() -> Iterator[Report]:
     """Collects the reports of all graphs that are compiled inside of the ``with`` block into one.
 
     It does not matter who compiles: ``backend="streamkl"``, `inductor_options`, or a trainer after
-    `enable`:
+    `enable`, in any thread:
 
     .. code-block:: python
 
@@ -102,8 +103,26 @@ def reports() -> Iterator[Report]:
         A context manager, which gives a `Report` that grows with each graph. A graph from
         Inductor's cache is not analysed, and adds nothing.
     """
+    with _collected() as report:
+        yield report
+
+
+@contextmanager
+def reports_of_this_thread() -> Iterator[Report]:
+    """Collects the reports of the graphs that this thread compiles inside."""
+    owner = threading.get_ident()
+    with _collected(lambda: threading.get_ident() == owner) as report:
+        yield report
+
+
+@contextmanager
+def _collected(is_meant: Callable[[], bool] = lambda: True) -> Iterator[Report]:
     report = Report()
-    observer = report.extend
+
+    def observer(found: Report) -> None:
+        if is_meant():
+            report.extend(found)
+
     REPORTS.append(observer)
     before = _graphs_and_hits()
     try:
@@ -263,8 +282,12 @@ def without_rewrite(configured: Any) -> None:
         'or use torch.compile(backend="streamkl")'
     )
     log.warning("%s", text)
-    report = Report(notes=[text], not_scanned=["the rewrite did not run"])
-    for observer in REPORTS:
+    _tell(Report(notes=[text], not_scanned=["the rewrite did not run"]))
+
+
+def _tell(report: Report) -> None:
+    """Tells who wants to see reports."""
+    for observer in tuple(REPORTS):  # of which another thread may remove one meanwhile
         observer(report)
 
 
@@ -333,8 +356,7 @@ def rewrite_and_report(
     scan.add_to(report, gm)
     report.notes += ddp.notes()
     report.num_graphs = 1
-    for observer in REPORTS:
-        observer(report)
+    _tell(report)
     if report.sites or report.failures or report.outside or report.elsewhere:
         log.log(logging.WARNING if ours.explain else logging.INFO, "%s", report)
         if log.isEnabledFor(logging.DEBUG):

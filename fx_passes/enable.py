@@ -6,6 +6,8 @@ settings to ``torch._dynamo.config``; `disable` restores both.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from contextvars import ContextVar
 from typing import Unpack
 
@@ -59,11 +61,12 @@ class _ProcessWide:
 
 # Dynamo's settings before the first `enable`, kept as torch keeps its own: newer releases keep
 # them for each thread. Not in our passes, which the user may replace.
+_is_by_thread = hasattr(_config_module, "ContextVar")
 _before: ContextVar[dict[str, object] | None] | _ProcessWide = (
-    ContextVar("settings before enable", default=None)
-    if hasattr(_config_module, "ContextVar")
-    else _ProcessWide()
+    ContextVar("settings before enable", default=None) if _is_by_thread else _ProcessWide()
 )
+# whose settings are those of `enable`: Inductor's entry point, which it wraps, is one for all
+_enabled: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class Enabled:
@@ -161,6 +164,7 @@ def _set(ours: RewriteOptions | None) -> None:
             kept[name] = before[name] if name in before and now == value else now
             setattr(dynamo, name, value)
         _before.set(kept)
+        _enabled.add(_owner())
         fallback.install(_captures_by_enable)
         inductor.pre_grad_custom_pass = chained(EnabledPass(ours), inductor.pre_grad_custom_pass)
         inductor.joint_custom_pre_pass = chained(
@@ -175,7 +179,14 @@ def _set(ours: RewriteOptions | None) -> None:
         if getattr(dynamo, name) == CAPTURE[name]:
             setattr(dynamo, name, user_value)
     _before.set(None)
-    fallback.uninstall()
+    _enabled.discard(_owner())
+    if not _enabled:
+        fallback.uninstall()
+
+
+def _owner() -> threading.Thread:
+    """The thread that settings belong to."""
+    return threading.current_thread() if _is_by_thread else threading.main_thread()
 
 
 def _captures_by_enable() -> bool:

@@ -55,7 +55,7 @@ def explain(fn: Callable[..., Any], *args: Any, options: Given = None, **kwargs:
     program = uncompiled(fn)
     _check_devices(program, (args, kwargs))
     settings = torch._dynamo.config.patch(_LIMITS)
-    with backend.collected() as report, settings, graph_breaks.of_one_program():
+    with backend.reports_of_this_thread() as report, settings, graph_breaks.of_one_program():
         try:
             torch.compile(in_a_new_frame(program), backend=_new_backend(ours))(*args, **kwargs)
         except Exception as error:

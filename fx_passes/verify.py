@@ -161,7 +161,8 @@ def _verify(
         if not _same(eager, runner.run(program)):
             return Verification(not_judged="two runs in eager mode differ")
         compile_it = compiler or _compiled(options)
-        with backend.collected() as report, torch._dynamo.config.patch(_LIMITS):
+        of_thread = backend.reports_of_this_thread()
+        with of_thread as report, torch._dynamo.config.patch(_LIMITS):
             try:
                 compiled = runner.run(compile_it(in_a_new_frame(program)), compiled=True)
             except Exception as error:

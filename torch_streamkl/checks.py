@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from torch_streamkl import compile_caches, flop_counts
 from torch_streamkl.caches import Bounded
-from torch_streamkl.compiler_marks import assume_constant_result
+from torch_streamkl.compiler_marks import assume_constant_result, is_compiling
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # The kernels compute with float32: a number outside of its range would be 0 or infinity there.
@@ -129,7 +129,7 @@ def is_plain(tensors: Iterable[Tensor | None]) -> bool:
     """Returns whether a call on these tensors is ordinary eager execution that nothing
     observes.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return False
     if torch._C._len_torch_dispatch_stack():
         flop_counts.register()  # one of the modes may count
@@ -158,7 +158,7 @@ def has_batched_gradients() -> bool:
 
     Such gradients are tensors of an older vmap, which functorch's functions do not know.
     """
-    if torch.compiler.is_compiling():  # compiled autograd cannot trace the question
+    if is_compiling():  # compiled autograd cannot trace the question
         return False
     is_on: bool = torch._C._dispatch_tls_is_dispatch_key_included(_VMAP_MODE)
     return is_on
@@ -166,7 +166,7 @@ def has_batched_gradients() -> bool:
 
 def refuse_transforms(operator: str) -> None:
     """Refuses torch.func transforms, whose derivatives of an operator would be silently wrong."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         compile_caches.add_to_keys()
     if _is_transformed():
         raise NotImplementedError(
@@ -177,7 +177,7 @@ def refuse_transforms(operator: str) -> None:
 
 def refuse_all_transforms(operator: str) -> None:
     """Refuses every torch.func transform: none can follow the exchange between ranks."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         compile_caches.add_to_keys()
     if _is_transformed() or torch._C._functorch.get_interpreter_stack():
         raise NotImplementedError(

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.library import Library
 
 from torch_streamkl.checks import is_plain
+from torch_streamkl.compiler_marks import is_compiling
 from torch_streamkl.registration import (
     NAMESPACE,
     define,
@@ -39,7 +40,7 @@ def differentiable_once(total: Tensor, inputs: Iterable[Any]) -> Tensor:
     if not total.requires_grad:
         return total
     given = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-    if torch.compiler.is_compiling():
+    if is_compiling():
         parameters: list[Tensor] = [x for x in given if isinstance(x, torch.nn.Parameter)]
         return once(total, parameters) if parameters else total
     kept = [_no_elements(x) for x in given]

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from torch_streamkl.compiler_marks import is_compiling
+
 _MODULE = "torch.utils.flop_counter"
 _formulas: dict[Any, Callable[..., int]] = {}
 _waiting: list[Any] = []
+_lock = threading.Lock()
 
 
 def add(operator: Any, formula: Callable[..., int]) -> None:
@@ -32,16 +36,15 @@ def register(load: bool = False) -> None:
     Called before an operator is. A counter that is active by then copied torch's table when it
     was made, perhaps without our formulas: its copy gets them, too.
     """
-    if load:
-        importlib.import_module(_MODULE)
-    elif torch.compiler.is_compiling():
+    if not load and (is_compiling() or _MODULE not in sys.modules):
         return
-    module: Any = sys.modules.get(_MODULE)
-    if module is None:
-        return
-    while _waiting:
-        operator = _waiting.pop()
-        module.register_flop_formula(operator)(_formulas[operator])
+    module: Any = importlib.import_module(_MODULE)  # which waits for a thread that imports it
+    if _waiting:
+        with _lock:
+            while _waiting:
+                operator = _waiting[-1]
+                module.register_flop_formula(operator)(_formulas[operator])
+                _waiting.pop()
     if torch._C._len_torch_dispatch_stack():
         for mode in _get_current_dispatch_mode_stack():
             counter = getattr(mode, "counter", None)

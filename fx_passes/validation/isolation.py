@@ -42,12 +42,12 @@ def _without_compiled_autograd() -> Any:
 
 @contextlib.contextmanager
 def isolated(devices: set[torch.device]) -> Iterator[None]:
-    """Runs real tensors during a trace, and restores random state, modes and caches afterwards."""
+    """Runs real tensors during a trace, and restores random state, modes and caches afterwards.
+
+    What no node of a region changes is not restored: another thread may have set it meanwhile.
+    """
     cuda = sorted({with_index(d).index for d in devices if d.type == "cuda"})
     grad = torch.is_grad_enabled()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    dtype = torch.get_default_dtype()
     with (
         unset_fake_temporarily(),
         _disable_current_modes(),
@@ -60,11 +60,7 @@ def isolated(devices: set[torch.device]) -> Iterator[None]:
         _without_cudnn_attention(),
     ):
         warnings.simplefilter("ignore")  # the program itself will say them
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-            torch.set_default_dtype(dtype)
+        yield
     for index in cuda:
         with torch.cuda.device(index):
             torch.cuda.empty_cache()

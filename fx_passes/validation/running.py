@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.mutation import written_memory
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of, storage_of
-from torch_streamkl.fx_passes.fx_utils.torch_names import tree_map
+from torch_streamkl.fx_passes.fx_utils.torch_names import tree_leaves, tree_map
 from torch_streamkl.fx_passes.reporting.hints import FORCE_CHECK
 from torch_streamkl.fx_passes.validation.gradient_terms import GradientTerms, random_signs
 from torch_streamkl.fx_passes.validation.options import NotChecked
@@ -198,9 +198,9 @@ def _run_node(
         args = (*args[:place], text, *args[place + 1 :])
     if wide and name_of(node) in ("_enter_autocast", "_exit_autocast"):
         return None
-    with default_dtype(torch.float64) if dependent else contextlib.nullcontext():
-        if dependent:
-            args, kwargs = tree_map(widened, args), tree_map(widened, kwargs)
+    if dependent:
+        args, kwargs = tree_map(widened, args), tree_map(widened, kwargs)
+    with _default_of(node, (args, kwargs)) if dependent else contextlib.nullcontext():
         if node.op == "call_method":
             is_widened = dependent and target in _CASTS and _CASTS[target] not in kept
             method = "double" if is_widened else target
@@ -208,6 +208,19 @@ def _run_node(
         else:
             made = target(*args, **kwargs)
         return made if terms is None or not args else terms.softmax(node, args[0], made)
+
+
+def _default_of(node: fx.Node, given: Any) -> contextlib.AbstractContextManager[None]:
+    """Makes a result float64 that has torch's default dtype.
+
+    That is one for all threads, and what another thread makes meanwhile would have it. So it is
+    set for those results alone: of no floating tensor.
+    """
+    value = example(node)
+    has_own = any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves(given))
+    is_floating = isinstance(value, Tensor) and value.is_floating_point()
+    has_default = is_floating and not has_own
+    return default_dtype(torch.float64) if has_default else contextlib.nullcontext()
 
 
 def _limited(x: Any) -> Any:

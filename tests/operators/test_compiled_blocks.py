@@ -5,6 +5,7 @@ test_query_tiles.py tests the mathematics of all forms without compiling them.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import threading
@@ -136,6 +137,35 @@ def test_threads_share_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls and len(set(calls)) == len(calls)
     for index, problem in enumerate(problems):
         torch.testing.assert_close(found[index], query_tiles.forward(problem)[0])
+
+
+def test_other_threads_while_a_row_kernel_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They cannot compile, or torch.fx's state of both would be mixed up; they call what is
+    compiled.
+    """
+    x = torch.ones(3)
+    known = torch.compile(torch.sin, backend="eager")
+    known(x)
+    compile_fx = importlib.import_module("torch._inductor.compile_fx")
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", lambda graph, _: graph)
+    monkeypatch.setattr(compiled, "_runs", {})
+    compile_lock = importlib.import_module("torch._dynamo.convert_frame").compile_lock
+    has_session = hasattr(torch.compiler, "_compile_session_context")
+    seen: list[Any] = []
+
+    def elsewhere() -> None:
+        seen.append(compile_lock.acquire(blocking=False))
+        seen.append(torch.equal(known(x), x.sin()) if has_session else True)
+
+    def body(form: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        return (inputs["a"] + 1,)
+
+    found = compiled.find(body, None, {"a": (torch.zeros(5, 7), "rk")})
+    assert found is not None
+    assert seen == [False, True]
 
 
 def test_without_a_compiler_it_says_so_once_and_runs_the_blocks(

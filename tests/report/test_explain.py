@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import threading
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import torch_streamkl
 from tests.support.hard_programs import PROGRAMS, make_inputs
 from torch_streamkl.fx_passes import backend
+from torch_streamkl.fx_passes.explain import in_a_new_frame
 from torch_streamkl.fx_passes.reporting.report import Report
 
 EAGER = {"streamkl.inner": "eager"}
@@ -47,6 +49,39 @@ def compiled(fn, *inputs, dynamic=None, **options):
 @pytest.fixture(autouse=True)
 def _fresh():
     torch._dynamo.reset()
+
+
+def test_a_report_is_of_what_its_thread_compiles():
+    """And that of reports() of what all compile."""
+
+    def elsewhere():
+        new = in_a_new_frame(fused)
+        torch.compile(new, backend="streamkl", options=EAGER)(*make_inputs())
+
+    @torch.compiler.disable
+    def meanwhile():
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+
+    def program(*inputs):
+        meanwhile()
+        return unfused(*inputs)
+
+    with torch_streamkl.reports() as every:
+        report = torch_streamkl.explain(program, *make_inputs())
+        verified = torch_streamkl.verify(program, *make_inputs(), options=EAGER).report
+    assert [site.fused for site in report.sites] == [False]
+    assert [site.fused for site in verified.sites] == [False]
+    assert every.num_fused >= 2 and every.num_unfused == 2
+
+
+def test_a_report_that_another_thread_ends_meanwhile():
+    def ends(_):
+        backend.REPORTS.remove(ends)
+
+    backend.REPORTS.append(ends)
+    assert compiled(fused, *make_inputs()).num_graphs == 1
 
 
 def test_the_location_under_a_default_device():

@@ -1,18 +1,21 @@
 """enable(): what trainers get that call torch.compile themselves, and that it can be undone."""
 
 import contextlib
+import importlib
 import logging
+import threading
 
 import pytest
 import torch
 import torch._dynamo.config
 import torch._inductor.config
 import torch._inductor.custom_graph_pass
+from torch.utils import _config_module
 
 import torch_streamkl
 from tests.support.losses import kd
 from tests.support.subgraphs import inductor_without_code
-from torch_streamkl.fx_passes import backend
+from torch_streamkl.fx_passes import backend, fallback
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.inductor_passes import CustomGraphPass
 
@@ -249,3 +252,28 @@ def test_other_errors_of_a_compilation_are_not_hidden():
         pytest.raises(Exception, match="of the user's pass"),
     ):
         num_fused(lambda q, k, t: q.cumsum(0).mean() + k.mean() + t.mean())
+
+
+def test_disable_leaves_what_another_thread_has_enabled():
+    """What is traced again without data-dependent shapes is so in both threads."""
+    module = importlib.import_module(fallback.MODULE)
+    own = getattr(module, fallback.ENTRY)
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def train():
+        with torch_streamkl.enable():
+            has_begun.set()
+            may_end.wait(60)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert has_begun.wait(60)
+    wrapped = getattr(module, fallback.ENTRY)
+    torch_streamkl.enable()
+    torch_streamkl.disable()
+    is_left = getattr(module, fallback.ENTRY) is wrapped
+    may_end.set()
+    thread.join()
+    # without ContextVar, settings are those of the process
+    assert wrapped is own or is_left == hasattr(_config_module, "ContextVar")
+    assert getattr(module, fallback.ENTRY) is own

@@ -25,7 +25,7 @@ from torch_streamkl.fx_passes.reporting.report import Report
 from torch_streamkl.fx_passes.validation import check, records
 from torch_streamkl.fx_passes.validation.isolation import isolated
 from torch_streamkl.fx_passes.validation.places import Places
-from torch_streamkl.fx_passes.validation.running import Result
+from torch_streamkl.fx_passes.validation.running import Result, run
 from torch_streamkl.program.operations import OPERATIONS
 
 FAILED = "the check failed: "
@@ -299,6 +299,32 @@ def test_the_process_is_left_as_it_was():
     records.forget()
     compiled(PROGRAMS["attention"], inputs)
     assert _state() == before
+
+
+def test_other_threads_keep_their_default_dtype(monkeypatch):
+    """It is one for all threads, so a check sets it for results alone that have it."""
+    inputs = inputs_of("attention")
+    seen = []
+    monkeypatch.setattr(torch, "set_default_dtype", seen.append)
+    report = compiled(PROGRAMS["attention"], inputs)
+    assert [s.check for s in report.sites] == [check.PASSED]
+    assert torch.float64 not in seen  # Dynamo sets what it found
+
+
+def test_numbers_of_a_check_in_float64():
+    def program(x):
+        share = (x > 0).sum() / 3
+        return x * share * torch.where(x > 0, 0.1, 1.0)
+
+    graphs = []
+    inputs = torch.tensor([1.0, -2.0])
+    torch._dynamo.reset()
+    torch.compile(program, backend=lambda gm, _: graphs.append(gm) or gm.forward)(inputs)
+    (leaf, *nodes, output) = graphs[0].graph.nodes
+    (result,) = output.args[0]
+    found = run(nodes, result.name, {leaf.name: inputs}, wide=True).value
+    assert found.tolist() == [0.1 * (1 / 3), -2 * (1 / 3)]
+    assert torch.get_default_dtype() == torch.float32
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -2,14 +2,22 @@
 
 The graph of a row kernel goes straight to Inductor, without Dynamo and AOTAutograd, so a call
 takes microseconds. A second process finds the code on disk (cpu/stored.py).
+
+NOTE [Row kernels and threads]
+torch.fx says to the whole process that something is traced, and by which tracer. Dynamo's lock
+keeps two compilations from overwriting what the other has to restore: without it, every later call
+of a compiled function could raise. Another thread that calls a compiled function meanwhile asks
+whether the trace belongs to a compilation, and raises if it does not: a release of torch that asks
+has a context to say so. Dynamo holds its lock when a check runs our operators, so a lock of our
+own beside it could be taken in the other order.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +49,6 @@ class Key:
 
 
 _runs: dict[Key, Run | None] = {}
-_lock = threading.RLock()
 
 
 def _example_shape(x: Tensor, spec: str) -> tuple[int, ...]:
@@ -65,10 +72,20 @@ def find(body: Body, form: Hashable, inputs: Described) -> Run | None:
         return _runs[key]
     except KeyError:
         pass
-    with _lock:
+    with _only_compilation():
         if key not in _runs:
             _runs[key] = _compiled_or_none(key)
         return _runs[key]
+
+
+@contextlib.contextmanager
+def _only_compilation() -> Iterator[None]:
+    """Keeps other threads from compiling, as Dynamo does: NOTE [Row kernels and threads]."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    session = getattr(torch.compiler, "_compile_session_context", contextlib.nullcontext)
+    with compile_lock, session():
+        yield
 
 
 def _compiled_or_none(key: Key) -> Run | None:

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from torch_streamkl import checks
+from torch_streamkl.compiler_marks import is_compiling
 from torch_streamkl.distributed.agreement import together, together_on_mesh
 
 # of an argument: dimensions in which each rank has a size of its own, or None if the argument is
@@ -41,7 +42,7 @@ def bound(
     if (refusal := getattr(function, "refusal", None)) is not None:
         raise refusal
     # a compiler does not trace caches
-    signature = inspect.signature if torch.compiler.is_compiling() else _signature
+    signature = inspect.signature if is_compiling() else _signature
     parameters = signature(function).parameters
     takes_any = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
     for name in kwargs:
@@ -95,7 +96,7 @@ def compared(
     What they then compute, exchange or refuse is the same on all of them. A compiler traces the
     same program on every rank.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return check()
     placed = next(x for x in (*args, *kwargs.values()) if isinstance(x, DTensor))
     return together_on_mesh(

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_streamkl.attention import arguments as call_arguments
 from torch_streamkl.attention import interface
 from torch_streamkl.attention.problem import SPEC
+from torch_streamkl.compiler_marks import is_compiling
 from torch_streamkl.distributed import ring, ring_ops
 from torch_streamkl.distributed.collectives import group_of
 from torch_streamkl.distributed.context_call import (
@@ -49,7 +50,7 @@ def _on_all_ranks(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
-        if not torch.compiler.is_compiling():  # a compiled program is the same on every rank
+        if not is_compiling():  # a compiled program is the same on every rank
             compare(function, args, kwargs)
         return function(*args, **kwargs)
 

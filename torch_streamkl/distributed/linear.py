@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_streamkl.compiler_marks import is_compiling
 from torch_streamkl.distributed import linear_ops, no_tokens
 from torch_streamkl.distributed.arguments import Own, on_group
 from torch_streamkl.distributed.collectives import group_of
@@ -48,7 +49,7 @@ OWN: Own = {
 
 def linear_kl_together(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Calls ``function(...)`` after ranks compared their arguments; all compute, or none does."""
-    if torch.compiler.is_compiling():  # every rank traces the same program
+    if is_compiling():  # every rank traces the same program
         return function(*args, **kwargs)
     ranks = _ranks_of(kwargs["group"])
     run = functools.partial(_of_any_tokens, function)

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_streamkl import checks
+from torch_streamkl.compiler_marks import is_compiling
 from torch_streamkl.distributed import collectives
 from torch_streamkl.distributed.collectives import group_of
 
@@ -154,7 +155,7 @@ class _Ranges(torch.autograd.Function):
         if not given:  # on every rank: all of them differentiate the same ranges
             return (None,) * 5
         # Dynamo traces no context in a backward, and AOTAutograd has no create_graph
-        is_once = torch.compiler.is_compiling() or not torch.is_grad_enabled()
+        is_once = is_compiling() or not torch.is_grad_enabled()
         sum_of = _sum_of_ranges if is_once else _SumOfRanges.apply
         arguments = ctx.shape, *how, tuple(b for b, _ in given), *(g for _, g in given)
         return sum_of(*arguments), None, None, None, None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torch_streamkl.compiler_marks import is_compiling
 from torch_streamkl.distributed import agreement, collectives
 from torch_streamkl.distributed.arguments import Own, on_group
 from torch_streamkl.distributed.summed_gradient import with_summed_gradient
@@ -23,7 +24,7 @@ OWN: Own = {"weight": (0,), "bias": (0,), "group": None, "vocab_start": None}
 
 def together(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls ``function(...)`` after ranks compared their arguments; all compute, or none does."""
-    if torch.compiler.is_compiling():  # every rank traces the same program
+    if is_compiling():  # every rank traces the same program
         return function(*args, **kwargs)
     group = collectives.group_of(kwargs["group"])
     return on_group(function, args, kwargs, group, OWN, lambda given: function(**given))

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch_streamkl.program import operations, ranges
+from torch_streamkl.program.locks import free_after_fork
 from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.ranges import EVERY, UNIT, Range
 from torch_streamkl.program.sources import Source as Source
@@ -179,7 +179,7 @@ class Node:
 
 Operand = Node | float
 _nodes: weakref.WeakValueDictionary[Any, Node] = weakref.WeakValueDictionary()
-_lock = threading.RLock()
+_lock = free_after_fork()
 
 
 def intern(
