@@ -24,6 +24,8 @@ NOTHING_REMAINS = "No score- or logit-sized tensor remains."
 NOTHING_LARGE = (
     "The program has no score- or logit-sized tensor: no product is much larger than its operands."
 )
+LOSSES = ("loss", "losses")
+DETACHED = ("detached value", "detached values")
 NO_LOSS = "no distillation loss recognized"
 NO_GRAPH = (
     "no graph was analysed: nothing was compiled meanwhile, or the graphs were compiled before "
@@ -76,7 +78,7 @@ def headline(report: Report) -> str:
     """Writes the report's first line."""
     if not report.sites:
         return f"streamkl: {_no_graph(report) if report.is_empty else NO_LOSS}"
-    head = f"streamkl: {_how_many_fused(report)} fused"
+    head = f"streamkl: {fused_text(report)}"
     if report.num_skipped:
         head += f", {report.num_skipped} skipped"
     if report.bytes_saved:
@@ -86,14 +88,15 @@ def headline(report: Report) -> str:
     return head
 
 
-def _how_many_fused(report: Report) -> str:
-    """Counts losses, and apart from them places of maxima: no loss is one."""
+def fused_text(report: Report) -> str:
+    """Says how many losses are fused, and apart from them how many detached values."""
     texts = []
-    for is_loss, counted in ((True, losses_text), (False, _places_text)):
+    for is_loss, (one, several) in ((True, LOSSES), (False, DETACHED)):
         own = [site for site in report.sites if site.is_loss == is_loss]
         if own:
-            texts.append(f"{sum(site.fused for site in own)} of {counted(len(own))}")
-    return " and ".join(texts)
+            what = one if len(own) == 1 else several
+            texts.append(f"{sum(site.fused for site in own)} of {len(own)} {what}")
+    return f"{' and '.join(texts) or 'no loss'} fused"
 
 
 def _no_graph(report: Report) -> str:
@@ -275,26 +278,6 @@ def shown(location: str) -> str:
 def shown_in(text: str) -> str:
     """Returns a text with its locations relative to the working directory."""
     return text.replace(os.getcwd() + os.sep, "")
-
-
-def losses_text(count: int) -> str:
-    """Counts losses as a text."""
-    return "1 loss" if count == 1 else f"{count} losses"
-
-
-def _places_text(count: int) -> str:
-    return "1 place of a maximum" if count == 1 else f"{count} places of maxima"
-
-
-def fused_text(report: Report) -> str:
-    """Says how many losses are fused, and how many places of maxima if there are any."""
-    losses, places = (
-        sum(site.fused and site.is_loss == is_loss for site in report.sites)
-        for is_loss in (True, False)
-    )
-    texts = [losses_text(losses)] * bool(losses or not places)
-    texts += [_places_text(places)] * bool(places)
-    return f"{' and '.join(texts)} fused"
 
 
 def remaining_text(count: int) -> str:

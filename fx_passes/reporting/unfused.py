@@ -135,6 +135,7 @@ def unfused_sites(
                 location,
                 code,
                 hint=hint_for(reason),
+                is_loss=trace.is_learned(origin),
                 unsupported_at="" if elsewhere == location else elsewhere,
                 unsupported_code="" if elsewhere == location else line,
             ),

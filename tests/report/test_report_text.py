@@ -167,27 +167,19 @@ streamkl: 0 of 1 loss fused
      [1 x 2 x 64 x 64] (32 KiB) loss.py:7: read by sum""",
         )
 
-    def test_places_of_maxima_are_no_losses(self):
+    def test_detached_values_are_no_losses(self):
         loss = Site(True, "linear_kl", "forward_kl", "", "a.py:1")
-        place = Site(True, "row_program", "the place of a maximum", "", "a.py:2", is_loss=False)
+        value = Site(True, "row_program", "a sum", "", "a.py:2", is_loss=False)
         left = Site(False, "row_program", "", "", "a.py:3", skipped="4 KiB", is_loss=False)
-        told = [
-            (headline(report), fused_text(report))
-            for report in map(Report, ([loss, place], [place, left], [left], [loss], []))
-        ]
-        assert told[0] == (
-            "streamkl: 1 of 1 loss and 1 of 1 place of a maximum fused",
-            "1 loss and 1 place of a maximum fused",
-        )
-        assert told[1] == (
-            "streamkl: 1 of 2 places of maxima fused, 1 skipped", "1 place of a maximum fused",
-        )  # fmt: skip
-        assert told[2][0] == "streamkl: 0 of 1 place of a maximum fused, 1 skipped"
-        assert [said for _, said in told[2:]] == [
-            "0 losses fused",
-            "1 loss fused",
-            "0 losses fused",
-        ]
+        for sites, text in (
+            ([loss, value], "1 of 1 loss and 1 of 1 detached value fused"),
+            ([value, left], "1 of 2 detached values fused, 1 skipped"),
+            ([left], "0 of 1 detached value fused, 1 skipped"),
+            ([loss, loss], "2 of 2 losses fused"),
+        ):
+            assert headline(Report(sites)) == f"streamkl: {text}"
+            assert text.startswith(fused_text(Report(sites)))
+        assert fused_text(Report([])) == "no loss fused"
 
     def test_everything_else(self):
         self.assertExpectedInline(
