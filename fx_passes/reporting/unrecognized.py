@@ -39,7 +39,10 @@ COMPARES = {
     "cosine_similarity", "normalize", "norm", "vector_norm", "matrix_norm", "linalg_vector_norm",
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "pow", "square", "cdist",
 }  # fmt: skip
-BESIDE_A_LOSS = "an operator finds places of maxima in scores of a fused loss, or as its labels"
+BESIDE_A_LOSS = (
+    "an operator finds places of maxima in scores of a fused loss, or as its labels, if they are "
+    "scaled, biased or masked at most"
+)
 SUMS = {"sum", "mean", "amax", "max", "logsumexp", "cross_entropy", "kl_div", "nll_loss"}
 
 

@@ -581,7 +581,8 @@ SAID = {
     ),
     "an argmax alone": Said(
         of_logits(lambda s, t: s.argmax(-1)),
-        ("feeds argmax at", "in scores of a fused loss, or as its labels", "if these are labels"),
+        ("feeds argmax at", "in scores of a fused loss, or as its labels",
+         "biased or masked at most", "if these are labels"),
         ("whole rows",),
     ),
     # warnings
