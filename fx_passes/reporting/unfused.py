@@ -33,7 +33,7 @@ from torch_streamkl.fx_passes.reporting.reasons import NO_OPERATOR, UNSUMMED, re
 from torch_streamkl.fx_passes.reporting.refusals import MASKED_ENTRIES, Refusals, selects_entries
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.reporting.score_levels import Level
-from torch_streamkl.fx_passes.reporting.text import shown, shown_in
+from torch_streamkl.fx_passes.reporting.text import shown, shown_in, with_hint
 
 
 def not_fused(reason: str, graph: fx.Graph, is_body: bool = False) -> Report:
@@ -232,18 +232,16 @@ def reasons_of_programs(
         if not any(a in of_programs for a in node.all_input_nodes):
             written = _IN_PLACE.match(reason)
             reason = f"in-place {reason}" if written else in_users_terms(reason, node, trace)
-            hint = hint_for(reason)
             sentence = f"{reason} at {shown(place_of(node, trace)[0])}"
-            found[f"{sentence}. Hint: {hint}" if hint else sentence] = None
+            found[with_hint(sentence, hint_for(reason))] = None
     for node, reason in of_programs.items() if not found else ():
         if node not in compared or not _is_known(reason):
             continue
         if any(_is_of_probabilities_alone(user, refusals) for user in node.users):
             continue
         place = shown(place_of(node, trace)[0])
-        found[f"a sum at {place} is not fused: {shown_in(reason)}. Hint: {hint_for(reason)}"] = (
-            None
-        )
+        sentence = f"a sum at {place} is not fused: {shown_in(reason)}"
+        found[with_hint(sentence, hint_for(reason))] = None
     return list(found)
 
 

@@ -110,7 +110,7 @@ streamkl: no distillation loss recognized
 8 score- or logit-sized tensors remain, 240 KiB (report.details()); largest: [48 x 160] (30 KiB) loss.py:7: read by softmax
      softmax at loss.py:7 feeds sort at loss.py:7, which needs whole rows
      softmax at loss.py:7 feeds sort at loss.py:7, which needs whole rows
-     Hint: such a loss cannot be fused, because its operation needs whole rows. To save memory, select the rows that count before the matmul""",
+       Hint: such a loss cannot be fused, because its operation needs whole rows. To save memory, select the rows that count before the matmul""",
         )
 
     def test_nothing_large(self):
@@ -166,6 +166,16 @@ streamkl: 0 of 1 loss fused
      2 of [1 x 2 x 64 x 64] (32 KiB) loss.py:7: read by sub
      [1 x 2 x 64 x 64] (32 KiB) loss.py:7: read by sum""",
         )
+
+    def test_a_hint_follows_what_it_is_for(self):
+        """Once, and not where a loss has said it. What has no hint comes last."""
+        unread = ["a", "b. Hint: one", "c. Hint: two", "d. Hint: one", "e. Hint: said"]
+        site = Site(False, "", "", "sort of scores", "a.py:2", hint="said of a loss")
+        large = Remaining("m", (8, 8), "a.py:1", "read by sort", num_bytes=256)
+        report = Report([site], elsewhere=[large], unrecognized=unread)
+        groups = ["b", "d", "  Hint: one", "c", "  Hint: two", "a", "e"]
+        assert report.details().splitlines()[-7:] == [f"     {line}" for line in groups]
+        assert str(report).splitlines()[-5:] == [f"     {line}" for line in groups[:5]]
 
     def test_detached_values_are_no_losses(self):
         loss = Site(True, "linear_kl", "forward_kl", "", "a.py:1")
