@@ -114,6 +114,14 @@ class ProgramPlan:
         return next(n for n in self.outputs[0].node.graph.nodes if n in nodes)
 
 
+@dataclass(frozen=True)
+class _Read:
+    """Holds the names of the products that a sum is made of, and of tensors with gradient."""
+
+    products: frozenset[object]
+    learned: frozenset[object]
+
+
 def may_have_programs(trace: Trace) -> bool:
     """Returns whether there are a product and a sum, or entries at ids, at all."""
     names = {name_of(n) for n in trace.graph.nodes if n.op == "call_function"}
@@ -139,6 +147,7 @@ class RowPlanner:
         self.position = {n: i for i, n in enumerate(region.nodes[0].graph.nodes)}
         self._writes = [(i, written_memory(n)) for n, i in self.position.items()]
         self._matmuls = self._products()
+        self._read: dict[fx.Node, _Read] = {}
 
     def _products(self) -> dict[object, fx.Node]:
         """The matmul that makes each product, by its operands."""
@@ -265,15 +274,15 @@ class RowPlanner:
         """One program with another sum, if all that it reads is there before the first sum."""
         inner = [*(o.inner for o in plan.outputs), root]
         nodes = [self.trace.outer[n] for n in inner]
-        exprs = [self.reading.array(n).expr for n in inner]
-        shared = {tuple(map(source_of, p.args)) for p in products_in(exprs[-1:])}
-        if not shared & {tuple(map(source_of, p.args)) for p in products_in(exprs[:-1])}:
+        reads = list(map(self._reads, inner))
+        if all(reads[-1].products.isdisjoint(x.products) for x in reads[:-1]):
             return None
         # A tensor that only some of the results depend on would get zeros from the others, not
         # None. A result without any gradient, such as a metric, is detached
-        learned = [trained([x]) for x in exprs]
-        if len({frozenset(x) for x in learned if x}) > 1:
+        learned = [x.learned for x in reads]
+        if len({x for x in learned if x}) > 1:
             return None
+        exprs = [self.reading.array(n).expr for n in inner]
         # the call stands at the first of them, and has gradients if those are recorded there
         modes = autograd_modes(nodes[0].graph.nodes)
         at_first = modes[min(nodes, key=lambda n: self.position[n])]
@@ -293,6 +302,14 @@ class RowPlanner:
         matmuls = (self._matmuls.get(tuple(map(source_of, x.args))) for x in joined.of_rows)
         is_there = all(self.position[outer[n]] <= first for n in matmuls if n in outer)
         return joined if is_there else None
+
+    def _reads(self, root: fx.Node) -> _Read:
+        """What a sum reads: asked of every pair of sums."""
+        if root not in self._read:
+            exprs = [self.reading.array(root).expr]
+            products = frozenset(tuple(map(source_of, p.args)) for p in products_in(exprs))
+            self._read[root] = _Read(products, frozenset(trained(exprs)))
+        return self._read[root]
 
     def _is_written_between(self, nodes: Sequence[fx.Node], read: Iterable[fx.Node]) -> bool:
         """Whether what sums read is written between them: one call reads it before the first."""
