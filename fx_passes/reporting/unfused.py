@@ -216,14 +216,14 @@ class _OfPrograms:
             self.beside[node] = self.before[node] | _union(self.beside[u] for u in users)
 
     def of_site(self, site: fx.Node) -> Found:
-        """The first operation before a site, or a sum after it that something else keeps."""
+        """Returns the first operation before a site, or a sum after it that something keeps."""
         before = self.before[site] & self.first
         found = self._first_in(before or self.after[site])
         written = _IN_PLACE.match(found[0]) if found is not None and before else None
         return (f"in-place {found[0]}", found[1]) if found is not None and written else found
 
     def of_loss(self, site: fx.Node) -> Found:
-        """As `of_site`, and else what is next to a site, such as a mask of its scores."""
+        """Returns what `of_site` does, or what is next to a site, such as a mask of its scores."""
         return self.of_site(site) or self._first_in(self.beside[site])
 
     def _first_in(self, nodes: int) -> Found:
