@@ -30,7 +30,11 @@ from torch_streamkl.fx_passes.planning.profitability import (
     why_program_is_left,
 )
 from torch_streamkl.fx_passes.planning.readers import Readers, readers_behind
-from torch_streamkl.fx_passes.planning.row_descriptions import describe_program, operator_of
+from torch_streamkl.fx_passes.planning.row_descriptions import (
+    describe_program,
+    is_maximum,
+    operator_of,
+)
 from torch_streamkl.fx_passes.planning.row_plans import (
     ProgramPlan,
     RowOutput,
@@ -220,7 +224,8 @@ class Inserting:
         kind, form = describe(found.calls)
         site = Site(True, kind, form, "", *location_of(found.node), node=found.node.name)
         roles = roles_of(found.calls, self.refusals)
-        return replace(site, warning=warning_of(found.calls), roles=roles)
+        is_loss = self.losses.trace.is_learned(found.node)
+        return replace(site, is_loss=is_loss, warning=warning_of(found.calls), roles=roles)
 
     def _check(self, found: Divergence) -> None:
         """Raises Unsupported if code would see another number than in eager code."""
@@ -274,7 +279,7 @@ class Inserting:
 
     def _of_output(self, site: Site, plan: ProgramPlan, output: RowOutput) -> Site:
         location, code = location_of(output.node)
-        is_loss = output.around.dtype != INT
+        is_loss = self.losses.trace.is_learned(output.node) and not is_maximum(plan, output)
         site = replace(site, location=location, code=code, is_loss=is_loss)
         return replace(site, form=describe_program(plan, output))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
@@ -171,12 +171,12 @@ def rewrite_checked(
     ``unfit`` are losses that are not tried. ``agree`` adds what other ranks refuse.
     """
     refused: dict[str, str] = {}
-    losses: set[str] = set()  # others are attention, or reads of sizes
+    losses: dict[str, Site] = {}  # others are attention, or reads of sizes
     while True:
         graph, report = rewritten(given, original, {**(unfit or {}), **refused})
         is_changed = bool(report.num_fused)
         verdicts = check(original, graph, given.owner, given.checks) if is_changed else []
-        losses |= {site.node for site in report.sites}
+        losses |= {site.node: site for site in report.sites}
         wrong: Refused = refused_by(verdicts, given.checks)
         if report.sites:
             wrong = agree(graph, [site.node for site in report.sites if site.fused], wrong)
@@ -321,14 +321,18 @@ def _report_unfused(report: Report, losses: Losses, refusals: Refusals, fused: F
 
 
 def _report_refused(
-    report: Report, original: fx.Graph, refused: Refused, losses: Set[str]
+    report: Report, original: fx.Graph, refused: Refused, losses: Mapping[str, Site]
 ) -> None:
-    """Adds what is as the user wrote it because its check failed; ``losses`` are all sites."""
+    """Adds what is as the user wrote it because its check failed.
+
+    ``losses`` are all sites, as they were last, by their nodes.
+    """
     nodes = {n.name: n for n in original.nodes}
     known = {site.node for site in report.sites}
     for name, reason in refused.items():
         place = location_of(nodes[name])
-        if name in losses - known or (name not in known and reason.startswith(FAILED)):
-            report.sites.append(Site(False, "", "", reason, *place, node=name))
+        if name not in known and (name in losses or reason.startswith(FAILED)):
+            is_loss = name not in losses or losses[name].is_loss
+            report.sites.append(Site(False, "", "", reason, *place, node=name, is_loss=is_loss))
         elif name not in losses:
             report.notes.append(f"the code at {shown(place[0])} is as written: {reason}")

@@ -134,7 +134,7 @@ def _add_maxima(inside: set[fx.Node]) -> None:
     """Adds the largest scores of a row and their places, which metrics next to a loss are."""
 
     def users(node: fx.Node) -> list[fx.Node]:
-        return [u for u in node.users if u in inside or _keeps_order(u)]
+        return [u for u in node.users if u in inside or _keeps_order(u) or _adds(u)]
 
     products = [n for n in inside if name_of(n) in MATMULS]
     for node in reached(products, users):
@@ -149,6 +149,11 @@ def _keeps_order(node: fx.Node) -> bool:
     """Whether a node scales scores, masks some, or casts them."""
     names = SCALINGS | CASTS | COPIES | RESHAPES | {"getitem", "masked_fill", "where"}
     return name_of(node) in names and _is_operation(node)
+
+
+def _adds(node: fx.Node) -> bool:
+    """Whether a node adds something to scores, such as a bias."""
+    return name_of(node) in ADDITIONS and _is_operation(node)
 
 
 def _is_of_one_scalar(node: fx.Node) -> bool:

@@ -23,7 +23,7 @@ from torch_streamkl.fx_passes.capture.region import Region, find_region
 from torch_streamkl.fx_passes.fx_utils.call_keys import NotEqual
 from torch_streamkl.fx_passes.fx_utils.errors import SIZES_OF_DATA, Unsupported
 from torch_streamkl.fx_passes.fx_utils.fake_modes import fake_mode_of, without_guards
-from torch_streamkl.fx_passes.fx_utils.mutation import written_storages
+from torch_streamkl.fx_passes.fx_utils.mutation import nodes_with_gradient, written_storages
 from torch_streamkl.fx_passes.fx_utils.nodes import OF_SPECIAL, example, is_parameter, name_of
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.torch_names import (
@@ -50,6 +50,13 @@ class Trace:
     origin: dict[fx.Node, fx.Node]  # ATen node -> the user's node that it came from
     outer: dict[fx.Node, fx.Node]  # ATen node -> the user's node with the same value
     module: fx.GraphModule  # owner of constants that the graph refers to
+    learned: frozenset[fx.Node]  # the user's nodes whose gradient a result needs
+
+    def is_learned(self, node: fx.Node | None) -> bool:
+        """Returns whether a user's node may be a loss: without any gradient, as in evaluation,
+        every one may.
+        """
+        return not self.learned or node in self.learned
 
 
 def node_of(trace: Trace, node: fx.Node) -> fx.Node | None:
@@ -237,6 +244,7 @@ def trace_region(owner: fx.GraphModule, region: Region) -> Trace:
         origin={nodes[name]: source for name, source in recorder.origin.items() if name in nodes},
         outer=outer,
         module=traced,
+        learned=frozenset(nodes_with_gradient(region.nodes[0].graph)),
     )
 
 

@@ -37,10 +37,9 @@ from torch_streamkl.program.graph import (
 )
 from torch_streamkl.program.reductions import reduced, remade, rounded, substitute
 from torch_streamkl.program.shifts import HIDES
-from torch_streamkl.program.walks import rebuilt, walk
+from torch_streamkl.program.walks import rebuilt, rebuilt_root, walk
 
 OF_OTHERS = "a maximum over the keys leaves the elements"
-NARROW = "argmax of numbers made of a product that a narrow type has rounded"
 
 
 def with_largest(
@@ -117,28 +116,34 @@ def _place(place: Node, narrow: Callable[[Node], torch.dtype | None]) -> Node:
     if log.value != axis:
         raise NoForm(OF_OTHERS, place)
     scores = log.args[0]
-    if _as_stored(scores, narrow) is not scores:
-        raise NoForm(NARROW, scores)  # probabilities may be rounded, too
-    found = reduced(ARGMAX, axis, scores)
+    found = reduced(ARGMAX, axis, _as_stored(scores, narrow))
     return choose(_has_numbers(scores, place), found, const(0.0, INT))
 
 
 def _as_stored(scores: Node, narrow: Callable[[Node], torch.dtype | None]) -> Node:
-    """Scores whose order is that of eager code, up to roundings of float32.
+    """Scores of which the largest is one of eager code's largest, up to its own roundings.
 
-    A narrow type makes different scores equal, of which torch takes the first: so a product is
-    rounded. What is computed of it is not.
+    A narrow type makes different products equal, of which torch takes the first: so a product is
+    rounded. What scales it and rounds again keeps the order, or makes equal what was not, so that
+    a largest one stays one. A sum of several terms keeps no order. It is not rounded at all: its
+    largest is as large as what eager code finds among the sums that it has rounded.
     """
-    for x in walk([scores], lambda x: is_entered(x) and x.dtype == FLOAT):
+
+    def is_score(x: Node) -> bool:
+        return is_entered(x) and x.dtype == FLOAT
+
+    def change(x: Node, args: tuple[Node, ...]) -> Node:
+        dtype = narrow(x) if x.op == CONTRACT else None
+        return remade(x, args) if dtype is None else rounded(x, str(dtype).removeprefix("torch."))
+
+    has_sum = False
+    for x in walk([scores], is_score):
         if x.dtype != FLOAT:
             continue  # a mask
-        if x.op == CONTRACT and (dtype := narrow(x)) is not None:
-            if x is not scores:
-                raise NoForm(NARROW, x)
-            return rounded(x, str(dtype).removeprefix("torch."))
         numbers = [x.value[0], *x.value[1]] if x.op == "linear" else []
         if x.op not in (CONTRACT, "linear", "where", "const") and has_products(x):
             raise NoForm("argmax of what is no score", x)
         if any(abs(n) >= HIDES for n in numbers) or x.value == ADDED:
             raise NoForm("argmax of scores next to a large number", x)
-    return scores
+        has_sum |= len(numbers) > 2
+    return scores if has_sum else rebuilt_root(scores, change, is_score)

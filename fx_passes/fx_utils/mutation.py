@@ -16,10 +16,12 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     descendants,
     example,
+    has_gradient,
     is_call,
     memory_of,
     name_of,
     nodes_in,
+    reached,
     storage_of,
     subgraphs_of,
     target_name,
@@ -150,6 +152,16 @@ def under_no_grad(graph: fx.Graph) -> set[fx.Node]:
     modes = autograd_modes(graph.nodes)
     found = {n for n, mode in modes.items() if mode != RECORDS and n.op.startswith("call")}
     return {n for n in found if is_in_place(n) or not _returns_its_input(n)}
+
+
+def nodes_with_gradient(graph: fx.Graph) -> set[fx.Node]:
+    """Returns the nodes whose gradient a result of the graph needs, or what is written in place.
+
+    What is detached before it reaches one is not among them, although it has a gradient itself.
+    """
+    ends = (n for n in graph.nodes if n.op == "output" or is_in_place(n))
+    read = (a for n in ends for a in (n, *n.all_input_nodes) if has_gradient(example(a)))
+    return reached(read, lambda n: [a for a in n.all_input_nodes if has_gradient(example(a))])
 
 
 def _returns_its_input(node: fx.Node) -> bool:

@@ -216,6 +216,13 @@ def needs_gradient(x: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
+def has_gradient(value: object) -> bool:
+    """Returns whether a tensor has a gradient, or one of several that an operation returns."""
+    if isinstance(value, (tuple, list)):
+        return any(map(has_gradient, value))
+    return isinstance(value, Tensor) and value.requires_grad
+
+
 def run(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
     """Runs what a node calls on values of its inputs."""
     given: Any = fx.map_arg((node.args, node.kwargs), value_of)

@@ -9,11 +9,12 @@ from torch import fx
 from torch_streamkl.attention import ops
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.rows import op as row_op
-from torch_streamkl.topk import log_probs
+from torch_streamkl.topk import log_probs, logits
 
 SITE = "streamkl_site"  # of an operator call's metadata: the name of the node that it replaced
 MARKED = {
     ops.attention_kl, linear_ops.linear_kl, row_op.row_program, log_probs.entry_log_probs,
+    logits.entry_logits,
 }  # fmt: skip
 
 

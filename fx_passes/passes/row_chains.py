@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.mutation import has_effect, under_no_grad
+from torch_streamkl.fx_passes.fx_utils.mutation import has_effect
 from torch_streamkl.fx_passes.fx_utils.nodes import (
-    ancestors,
     descendants,
     example,
-    following,
     is_call,
     name_of,
+    reached,
     tensor_of,
 )
 from torch_streamkl.fx_passes.fx_utils.op_names import (
@@ -78,22 +77,24 @@ class KnownTensor:
     shape: tuple[Size, ...] = field(default=(), compare=False)
 
 
-def chain_of(call: fx.Node) -> Chain | None:
-    """Returns the computation from a program's values to one number, None if it is no such."""
-    return _Reader(call).chain()
+def chain_of(call: fx.Node, off: Collection[fx.Node]) -> Chain | None:
+    """Returns the computation from a program's values to one number, None if it is no such.
+
+    ``off`` are the operations of the graph that autograd does not record.
+    """
+    return _Reader(call, off).chain()
 
 
 class _Reader:
     """Follows the values of a call through the graph."""
 
-    def __init__(self, call: fx.Node) -> None:
-        self.call = call
+    def __init__(self, call: fx.Node, off: Collection[fx.Node]) -> None:
+        self.call, self.off = call, off
         self.terms: dict[fx.Node, Term] = {}
         self.known: list[KnownTensor] = []
         self.num_known: dict[fx.Node, int] = {}  # how many of them are there at a node
         self.followed: list[fx.Node] = []  # values, and sizes of them, which views read
         self.after_call = descendants([call])
-        self.off = under_no_grad(call.graph)
         program: Any = call.args[1]
         tensors: Any = [tensor_of(x) for x in call.args[0]]  # type: ignore[union-attr]
         self.problem = RowProblem.of(program, tensors)
@@ -113,7 +114,7 @@ class _Reader:
             elif not tensor_of(part).is_floating_point():  # the place of a maximum: a metric
                 value = literally("detach", row_value(number, head))
                 self.terms[part] = Term(value, False, is_detached=True)
-        for node in following(self.call):
+        for node in sorted(self.after_call):  # in the order of the graph
             if node in self.terms or not any(a in self.terms for a in node.all_input_nodes):
                 continue
             term = self._term(node)
@@ -125,7 +126,7 @@ class _Reader:
         for node, term in self.terms.items():
             if not term.is_sum or term.is_detached:
                 continue
-            later, needed = descendants([node]), ancestors(node)
+            later, needed = descendants([node]), reached([node], self._inputs)
             before = tuple(
                 n for n in self.followed if n not in later and (n in needed or self._learns(n))
             )
@@ -135,6 +136,10 @@ class _Reader:
                 known = tuple(self.known[: self.num_known[node]])
                 return Chain(before, node, loss, known, tuple(metrics))
         return None
+
+    def _inputs(self, node: fx.Node) -> list[fx.Node]:
+        """What a node is computed from, of what is computed of the call."""
+        return [a for a in node.all_input_nodes if a in self.after_call]
 
     def _learns(self, node: fx.Node) -> bool:
         """Whether a node is no value that is detached."""

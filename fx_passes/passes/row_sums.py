@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections import Counter
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import fx
 
 from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.mutation import has_effect, written_by
+from torch_streamkl.fx_passes.fx_utils.mutation import has_effect, under_no_grad, written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     descendants,
@@ -47,13 +48,14 @@ from torch_streamkl.rows.program import Program
 
 def sum_rows_in_forward(graph: fx.Graph, builder: MakeBuilder) -> list[fx.Node]:
     """Replaces sums that can be computed in the forward; returns their nodes."""
-    heads = [w for n in graph.nodes for w in _weights(n)]
+    heads = Counter(w for n in graph.nodes for w in _weights(n))
+    off = under_no_grad(graph)  # nothing that is inserted is among them: it is where a sum is
     replaced = []
     for call in [n for n in graph.nodes if n.target is row_op.row_program]:
         # each sum holds a gradient of the weight from the forward to the backward: one is enough
-        if not _is_eligible(call) or any(heads.count(w) > 1 for w in _weights(call)):
+        if not _is_eligible(call) or any(heads[w] > 1 for w in _weights(call)):
             continue
-        chain = chain_of(call)
+        chain = chain_of(call, off)
         if chain is None or _is_written_meanwhile(call, chain):
             continue
         build = builder(chain.total)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from torch_streamkl.fx_passes.planning.row_plans import ProgramPlan, RowOutput
 from torch_streamkl.program.graph import ARGMAX, BLOCK_SUM, LOGSUMEXP, MAX, SUM
 
+MAXIMA = {ARGMAX: "the place of a maximum", MAX: "a maximum"}
 # what a result is called whose program returns such values, the first that there is
-REDUCTIONS = {
-    SUM: "a sum", BLOCK_SUM: "a sum", ARGMAX: "the place of a maximum", MAX: "a maximum",
-    LOGSUMEXP: "a log-sum-exp",
-}  # fmt: skip
+REDUCTIONS = {SUM: "a sum", BLOCK_SUM: "a sum", **MAXIMA, LOGSUMEXP: "a log-sum-exp"}
 
 
 def operator_of(plan: ProgramPlan) -> str:
@@ -38,6 +36,11 @@ def describe_program(plan: ProgramPlan, output: RowOutput) -> str:
     text += f", {levels} passes" if levels > 1 else ""
     is_beside = any(c.scale is not None for c in form.chosen)
     return f"{text}, and entry_log_probs" if is_beside else text
+
+
+def is_maximum(plan: ProgramPlan, output: RowOutput) -> bool:
+    """Returns whether a result is a maximum or its place, which no gradient flows through."""
+    return _reduction_of(plan, output) in MAXIMA.values()
 
 
 def _reduction_of(plan: ProgramPlan, output: RowOutput) -> str:

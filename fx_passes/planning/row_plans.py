@@ -117,7 +117,15 @@ class ProgramPlan:
     @property
     def place(self) -> fx.Node:
         """Returns the user's node before which the program must be inserted."""
-        return _recorded(self.first) if self.form.requires_grad else self.first
+        return _recorded(self.first.graph)[self.first] if self.form.requires_grad else self.first
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Holds the names of the products that a sum is made of, and of tensors with gradient."""
+
+    products: frozenset[object]
+    learned: frozenset[object]
 
 
 def may_have_programs(trace: Trace) -> bool:
@@ -143,8 +151,10 @@ class RowPlanner:
         self.levels = Levels(trace, reading)
         self.refused: dict[fx.Node, NotClosed] = {}
         self.position = {n: i for i, n in enumerate(region.nodes[0].graph.nodes)}
+        self._recorded = _recorded(region.nodes[0].graph)
         self._writes = [(i, written_memory(n)) for n, i in self.position.items()]
         self._matmuls = self._products()
+        self._read: dict[fx.Node, _Read] = {}
 
     def _products(self) -> dict[object, fx.Node]:
         """The matmul that makes each product, by its operands."""
@@ -271,17 +281,17 @@ class RowPlanner:
         """One program with another sum, if all that it reads is there before the first sum."""
         inner = [*(o.inner for o in plan.outputs), root]
         nodes = [self.trace.outer[n] for n in inner]
-        exprs = [self.reading.array(n).expr for n in inner]
-        shared = {tuple(map(source_of, p.args)) for p in products_in(exprs[-1:])}
-        if not shared & {tuple(map(source_of, p.args)) for p in products_in(exprs[:-1])}:
+        reads = list(map(self._reads, inner))
+        if all(reads[-1].products.isdisjoint(x.products) for x in reads[:-1]):
             return None
         # A tensor that only some of the results depend on would get zeros from the others, not
         # None. A result without any gradient, such as a metric, is detached
-        learned = [trained([x]) for x in exprs]
-        if len({frozenset(x) for x in learned if x}) > 1:
+        learned = [x.learned for x in reads]
+        if len({x for x in learned if x}) > 1:
             return None
+        exprs = [self.reading.array(n).expr for n in inner]
         place = min(nodes, key=lambda n: self.position[n])
-        first = self.position[_recorded(place) if any(learned) else place]
+        first = self.position[self._recorded[place] if any(learned) else place]
         read = nodes_read(*exprs)
         outer = self.trace.outer
         if any(n not in outer or self.position[outer[n]] > first for n in read):
@@ -298,6 +308,14 @@ class RowPlanner:
         matmuls = (self._matmuls.get(tuple(map(source_of, x.args))) for x in joined.of_rows)
         is_there = all(self.position[outer[n]] <= first for n in matmuls if n in outer)
         return joined if is_there else None
+
+    def _reads(self, root: fx.Node) -> _Read:
+        """What a sum reads: asked of every pair of sums."""
+        if root not in self._read:
+            exprs = [self.reading.array(root).expr]
+            products = frozenset(tuple(map(source_of, p.args)) for p in products_in(exprs))
+            self._read[root] = _Read(products, frozenset(trained(exprs)))
+        return self._read[root]
 
     def _is_written_between(self, first: int, last: int, read: Iterable[fx.Node]) -> bool:
         """Whether what sums read is written between two places: a call reads it at the first."""
@@ -402,18 +420,16 @@ class RowPlanner:
         return bool((behind - results) & products) or not ancestors(node) & results
 
 
-def _recorded(node: fx.Node) -> fx.Node:
-    """The node at which a call with gradients stands, which computes the value of a node.
+def _recorded(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Returns where a call with gradients stands that computes a node's value.
 
     It is the node, or the beginning of the ``torch.no_grad`` that a metric is in.
     """
-    last = node
-    for each, mode in autograd_modes(node.graph.nodes).items():
-        if mode == RECORDS:
-            last = each
-        if each is node:
-            break
-    return last
+    found, last = {}, None
+    for node, mode in autograd_modes(graph.nodes).items():
+        last = node if last is None or mode == RECORDS else last
+        found[node] = last
+    return found
 
 
 def _with_shared_rows(arrays: list[Array]) -> list[Array]:

@@ -21,7 +21,7 @@ from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.linear import rows as linear_rows
 from torch_streamkl.linear import token_tiles
 from torch_streamkl.rows import op as row_op
-from torch_streamkl.topk import log_probs
+from torch_streamkl.topk import log_probs, logits
 
 IMPLEMENTATIONS = {
     "torch": "in plain torch, by blocks of queries and keys",
@@ -84,6 +84,8 @@ def _how(call: fx.Node, is_compiled: bool) -> str:
         return f"{PROGRAMS[row_op.chosen_of_sum(*args)]}, {IN_FORWARD}"
     if call.target == log_probs.entry_log_probs:
         return IMPLEMENTATIONS["triton"] if log_probs.runs_kernels(*args) else PLAIN_ROWS
+    if call.target == logits.entry_logits:
+        return PLAIN_ROWS
     if call.target == ops.attention_kl:
         problem, impl = ops.problem_of(*args, **kwargs)
         implementation = select_implementation(problem, impl)

@@ -10,7 +10,7 @@ from torch_streamkl.fx_passes.reporting import formats, text
 
 @dataclass(frozen=True)
 class Site:
-    """Describes one matched loss, or a place of a maximum, fused or not."""
+    """Describes one matched loss, or a detached value such as a metric, fused or not."""
 
     fused: bool
     kind: str  # the operator, such as "linear_kl"; "" when nothing was recognised
@@ -28,7 +28,7 @@ class Site:
     node: str = field(default="", compare=False)  # the replaced value's name in the graph
     unsupported_code: str = ""  # the line of the unsupported operation
     is_required: bool = True  # False for a sum that is no divergence: `strict` does not ask for it
-    is_loss: bool = True  # False for the place of a maximum, such as a metric's argmax
+    is_loss: bool = True  # False where no gradient is needed, as of a metric
     warning: str = ""  # of a loss that is fused and is probably not what was meant
     num_sharing: int = 1  # losses that read some of what it saves, itself included
     also: str = ""  # what is computed in the same pass
@@ -117,7 +117,7 @@ class Report:
 
     @property
     def num_fused(self) -> int:
-        """Counts the losses that are fused, and the places of maxima."""
+        """Counts the losses that are fused, and the detached values."""
         return sum(site.fused for site in self.sites)
 
     @property

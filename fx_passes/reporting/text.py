@@ -24,6 +24,8 @@ NOTHING_REMAINS = "No score- or logit-sized tensor remains."
 NOTHING_LARGE = (
     "The program has no score- or logit-sized tensor: no product is much larger than its operands."
 )
+LOSSES = ("loss", "losses")
+DETACHED = ("detached value", "detached values")
 NO_LOSS = "no distillation loss recognized"
 NO_GRAPH = (
     "no graph was analysed: nothing was compiled meanwhile, or the graphs were compiled before "
@@ -41,6 +43,7 @@ CACHED = (
 )
 NOT_KNOWN = "what {}remains is not known"
 DETAILS = "report.details()"
+_HINT = ". Hint: "
 _MAX_REASONS = 3  # of tensors that no recognized loss reads
 
 
@@ -76,7 +79,7 @@ def headline(report: Report) -> str:
     """Writes the report's first line."""
     if not report.sites:
         return f"streamkl: {_no_graph(report) if report.is_empty else NO_LOSS}"
-    head = f"streamkl: {_how_many_fused(report)} fused"
+    head = f"streamkl: {fused_text(report)}"
     if report.num_skipped:
         head += f", {report.num_skipped} skipped"
     if report.bytes_saved:
@@ -86,14 +89,15 @@ def headline(report: Report) -> str:
     return head
 
 
-def _how_many_fused(report: Report) -> str:
-    """Counts losses, and apart from them places of maxima: no loss is one."""
+def fused_text(report: Report) -> str:
+    """Says how many losses are fused, and apart from them how many detached values."""
     texts = []
-    for is_loss, counted in ((True, losses_text), (False, _places_text)):
+    for is_loss, (one, several) in ((True, LOSSES), (False, DETACHED)):
         own = [site for site in report.sites if site.is_loss == is_loss]
         if own:
-            texts.append(f"{sum(site.fused for site in own)} of {counted(len(own))}")
-    return " and ".join(texts)
+            what = one if len(own) == 1 else several
+            texts.append(f"{sum(site.fused for site in own)} of {len(own)} {what}")
+    return f"{' and '.join(texts) or 'no loss'} fused"
 
 
 def _no_graph(report: Report) -> str:
@@ -128,7 +132,7 @@ def in_short(site: Site) -> str:
         warning = f"warning: {site.warning}" if site.warning else ""
         return "; ".join(filter(None, (f"{_form(site)}{also}", checked, warning)))
     what = f"{_form(site)}: {site.skipped}" if site.skipped else _reason(site)
-    return _with_hint(what, site.hint)
+    return f"{what}. {site.hint}" if site.hint.startswith("Force") else with_hint(what, site.hint)
 
 
 def _form(site: Site) -> str:
@@ -140,10 +144,15 @@ def _reason(site: Site) -> str:
     return reason + (f" ({shown(site.unsupported_at)})" if site.unsupported_at else "")
 
 
-def _with_hint(what: str, hint: str) -> str:
-    if not hint:
-        return what
-    return f"{what}. {hint}" if hint.startswith("Force") else f"{what}. Hint: {hint}"
+def with_hint(sentence: str, hint: str) -> str:
+    """Returns a sentence with its hint behind it, if there is one."""
+    return f"{sentence}{_HINT}{hint}" if hint else sentence
+
+
+def without_hint(text: str) -> tuple[str, str]:
+    """Returns a sentence and its hint, which is empty if there is none."""
+    sentence, _, hint = text.partition(_HINT)
+    return sentence, hint
 
 
 CHECK_SKIPPED = "check skipped"
@@ -187,18 +196,7 @@ def _remaining_in_short(report: Report) -> Iterator[str]:
     what = f"largest: {_tensor(largest)}" if len(found) > 1 else _tensor(largest)
     count, size = remaining_text(len(found)), bytes_text(report.remaining_bytes)
     yield f"{count}, {size} ({DETAILS}); {what}"
-    if report.unrecognized:
-        hints = [f"Hint: {site.hint}" for site in report.sites]
-        reasons = [
-            text
-            for text, _ in alike(report.unrecognized)
-            if not any(hint.startswith(text) for hint in hints)
-        ]
-        said = [text for text in reasons if not text.startswith("Hint: ")]
-        todo = [text for text in reasons if text.startswith("Hint: ")]
-        todo = [text for text in todo if not any(text in sentence for sentence in said)]
-        todo = todo[: max(1, _MAX_REASONS - len(said))]  # however many sentences there are
-        yield from (f"     {text}" for text in (*said[:_MAX_REASONS], *todo))
+    yield from _reasons(report, _MAX_REASONS)
 
 
 def _remaining_in_full(report: Report) -> Iterator[str]:
@@ -215,7 +213,25 @@ def _remaining_in_full(report: Report) -> Iterator[str]:
             yield f"  {title}:"
         for x, count in alike([replace(x, name="") for x in tensors]):
             yield f"     {f'{count} of ' if count > 1 else ''}{_tensor(x)}"
-    yield from (f"     {text}" for text, _ in alike(report.unrecognized))
+    yield from _reasons(report, len(report.unrecognized))
+
+
+def _reasons(report: Report, most: int) -> Iterator[str]:
+    """Says why tensors belong to no loss: what one hint is for, and then this hint.
+
+    Hints that are said of losses are not repeated. What has no hint comes last.
+    """
+    said = [site.hint for site in report.sites]
+    groups: dict[str, list[str]] = {}
+    for text, _ in alike(report.unrecognized):
+        sentence, hint = without_hint(text)
+        is_said = any(x.startswith(hint) for x in said)
+        groups.setdefault("" if is_said else hint, []).append(sentence)
+    for hint, sentences in sorted(groups.items(), key=lambda group: not group[0]):
+        yield from (f"     {text}" for text in sentences[:most])
+        if hint and most > 0:
+            yield f"       Hint: {hint}"
+        most = max(0, most - len(sentences))
 
 
 def _nothing_remains(report: Report) -> Iterator[str]:
@@ -275,26 +291,6 @@ def shown(location: str) -> str:
 def shown_in(text: str) -> str:
     """Returns a text with its locations relative to the working directory."""
     return text.replace(os.getcwd() + os.sep, "")
-
-
-def losses_text(count: int) -> str:
-    """Counts losses as a text."""
-    return "1 loss" if count == 1 else f"{count} losses"
-
-
-def _places_text(count: int) -> str:
-    return "1 place of a maximum" if count == 1 else f"{count} places of maxima"
-
-
-def fused_text(report: Report) -> str:
-    """Says how many losses are fused, and how many places of maxima if there are any."""
-    losses, places = (
-        sum(site.fused and site.is_loss == is_loss for site in report.sites)
-        for is_loss in (True, False)
-    )
-    texts = [losses_text(losses)] * bool(losses or not places)
-    texts += [_places_text(places)] * bool(places)
-    return f"{' and '.join(texts)} fused"
 
 
 def remaining_text(count: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +15,6 @@ from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.closed_forms.repeated_ids import SINGLE_ENTRIES
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
-    descendants,
     example,
     location_of,
     name_of,
@@ -33,7 +34,7 @@ from torch_streamkl.fx_passes.reporting.reasons import NO_OPERATOR, UNSUMMED, re
 from torch_streamkl.fx_passes.reporting.refusals import MASKED_ENTRIES, Refusals, selects_entries
 from torch_streamkl.fx_passes.reporting.report import Report, Site
 from torch_streamkl.fx_passes.reporting.score_levels import Level
-from torch_streamkl.fx_passes.reporting.text import shown, shown_in
+from torch_streamkl.fx_passes.reporting.text import shown, shown_in, with_hint
 
 
 def not_fused(reason: str, graph: fx.Graph, is_body: bool = False) -> Report:
@@ -87,6 +88,7 @@ def unfused_sites(
     ``of_programs`` are the nodes that row programs do not take, and why.
     """
     trace = refusals.trace
+    nearby = _OfPrograms(trace.graph, of_programs)
     sites: dict[tuple[str, str], Site] = {}
     for node in found:
         refused = reason_of(node, refusals)
@@ -94,7 +96,7 @@ def unfused_sites(
         # what a row program may have: what keeps that?
         is_open = reason in (UNSUMMED, NO_OPERATOR) or _NO_OPERATION.search(reason)
         if is_open and blocker not in of_programs:
-            other = _first_of_programs(node, of_programs)
+            other = nearby.of_site(node)
             if other is not None and other[0] in _VAGUE:
                 other = None
             if other is not None and other[0].split()[0] == reason.split()[0]:
@@ -104,7 +106,7 @@ def unfused_sites(
         elif _NO_OPERATION.search(reason) and blocker is not None:
             of_program = of_programs[blocker]  # such as ids that may be repeated
             reason = reason if _NO_OPERATION.search(of_program) else of_program
-        elif (other := _first_of_loss(node, of_programs)) is not None:
+        elif (other := nearby.of_loss(node)) is not None:
             # operators have limits that row programs have not: what keeps those says more
             if _is_known(other[0]) and (_UNDERFLOW.search(other[0]) or not _is_known(reason)):
                 reason, blocker = other
@@ -135,6 +137,7 @@ def unfused_sites(
                 location,
                 code,
                 hint=hint_for(reason),
+                is_loss=trace.is_learned(origin),
                 unsupported_at="" if elsewhere == location else elsewhere,
                 unsupported_code="" if elsewhere == location else line,
             ),
@@ -187,30 +190,51 @@ def _is_known(reason: str) -> bool:
     return advice_for(reason) not in (None, ADVICE[-1])
 
 
-def _first_of_programs(
-    site: fx.Node, of_programs: Mapping[fx.Node, str]
-) -> tuple[str, fx.Node] | None:
-    """The first operation before a site that row programs do not have either, and why."""
-    made_of = ancestors(site)
-    for node, reason in of_programs.items():
-        if node in made_of and not any(a in of_programs for a in node.all_input_nodes):
-            written = _IN_PLACE.match(reason)
-            return (f"in-place {reason}" if written else reason), node
-    # a sum that row programs have, and that something else keeps
-    after = descendants([site])
-    return next(((reason, node) for node, reason in of_programs.items() if node in after), None)
+Found = tuple[str, fx.Node] | None  # a reason, and the node that it is of
 
 
-def _first_of_loss(
-    site: fx.Node, of_programs: Mapping[fx.Node, str]
-) -> tuple[str, fx.Node] | None:
-    """As `_first_of_programs`, and else what is next to a site, such as a mask of its scores."""
-    found = _first_of_programs(site, of_programs)
-    if found is not None:
-        return found
-    after = descendants([site])
-    beside = (n for n in of_programs if not after.isdisjoint(descendants([n])))
-    return next(((of_programs[n], n) for n in beside), None)
+class _OfPrograms:
+    """Finds the nodes that row programs do not take next to a site: the first of them, and why.
+
+    Sets of them are the bits of a number, made by one walk of the graph each way.
+    """
+
+    def __init__(self, graph: fx.Graph, of_programs: Mapping[fx.Node, str]) -> None:
+        self.reasons, self.nodes = of_programs, list(of_programs)
+        own = {node: 1 << i for i, node in enumerate(of_programs)}
+        first = (n for n in own if not any(a in own for a in n.all_input_nodes))
+        self.first = _union(own[n] for n in first)
+        self.before: dict[fx.Node, int] = {}
+        self.after: dict[fx.Node, int] = {}
+        self.beside: dict[fx.Node, int] = {}  # before what is computed of a node, too
+        for node in graph.nodes:
+            inputs = _union(self.before[a] for a in node.all_input_nodes)
+            self.before[node] = own.get(node, 0) | inputs
+        for node in reversed(graph.nodes):
+            self.after[node] = own.get(node, 0) | _union(self.after[u] for u in node.users)
+            users = (u for u in node.users if u.op != "output")  # which reads every value
+            self.beside[node] = self.before[node] | _union(self.beside[u] for u in users)
+
+    def of_site(self, site: fx.Node) -> Found:
+        """Returns the first operation before a site, or a sum after it that something keeps."""
+        before = self.before[site] & self.first
+        found = self._first_in(before or self.after[site])
+        written = _IN_PLACE.match(found[0]) if found is not None and before else None
+        return (f"in-place {found[0]}", found[1]) if found is not None and written else found
+
+    def of_loss(self, site: fx.Node) -> Found:
+        """Returns what `of_site` does, or what is next to a site, such as a mask of its scores."""
+        return self.of_site(site) or self._first_in(self.beside[site])
+
+    def _first_in(self, nodes: int) -> Found:
+        if not nodes:
+            return None
+        node = self.nodes[(nodes & -nodes).bit_length() - 1]
+        return self.reasons[node], node
+
+
+def _union(sets: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, sets, 0)
 
 
 def reasons_of_programs(
@@ -231,18 +255,16 @@ def reasons_of_programs(
         if not any(a in of_programs for a in node.all_input_nodes):
             written = _IN_PLACE.match(reason)
             reason = f"in-place {reason}" if written else in_users_terms(reason, node, trace)
-            hint = hint_for(reason)
             sentence = f"{reason} at {shown(place_of(node, trace)[0])}"
-            found[f"{sentence}. Hint: {hint}" if hint else sentence] = None
+            found[with_hint(sentence, hint_for(reason))] = None
     for node, reason in of_programs.items() if not found else ():
         if node not in compared or not _is_known(reason):
             continue
         if any(_is_of_probabilities_alone(user, refusals) for user in node.users):
             continue
         place = shown(place_of(node, trace)[0])
-        found[f"a sum at {place} is not fused: {shown_in(reason)}. Hint: {hint_for(reason)}"] = (
-            None
-        )
+        sentence = f"a sum at {place} is not fused: {shown_in(reason)}"
+        found[with_hint(sentence, hint_for(reason))] = None
     return list(found)
 
 

@@ -29,7 +29,7 @@ from torch_streamkl.fx_passes.reporting.large_tensors import (
 )
 from torch_streamkl.fx_passes.reporting.operations import is_unread, why_not
 from torch_streamkl.fx_passes.reporting.reasons import AS_PRODUCT
-from torch_streamkl.fx_passes.reporting.text import shown
+from torch_streamkl.fx_passes.reporting.text import shown, with_hint, without_hint
 
 AT_A_BREAK = next(x.hint for x in ADVICE if x.pattern == "graph break at ")
 IN_A_BODY = "the code around it"  # reads the outputs of the body of a higher-order operator
@@ -39,32 +39,30 @@ COMPARES = {
     "cosine_similarity", "normalize", "norm", "vector_norm", "matrix_norm", "linalg_vector_norm",
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "pow", "square", "cdist",
 }  # fmt: skip
-BESIDE_A_LOSS = "an operator finds places of maxima in scores of a fused loss, or as its labels"
+BESIDE_A_LOSS = (
+    "an operator finds places of maxima in scores of a fused loss, or as its labels, if they are "
+    "scaled, biased or masked at most"
+)
 SUMS = {"sum", "mean", "amax", "max", "logsumexp", "cross_entropy", "kl_div", "nll_loss"}
 
 
 def reasons_of(
     nodes: Iterable[fx.Node], at_break: str | None, is_said: Callable[[str], bool]
 ) -> list[str]:
-    """Returns one sentence for every group of tensors that meet the same reader, then the hints.
+    """Returns one sentence for every group of tensors that meet the same reader, with its hint.
 
     ``at_break`` is where a graph break ends the graph, if one does, or `IN_A_BODY`. What is said
-    elsewhere is left out, with its hint.
+    elsewhere is left out.
     """
     found: dict[str, None] = {}
-    hints: dict[str, None] = {}
     said: set[fx.Node] = set()
     for node, read in _first_reads(nodes, said):
         if read.reader is not None:
             said |= descendants([read.reader])
-        sentence, _, hint = _sentence(node, read.reader, read.path, at_break).partition(". Hint: ")
-        if sentence and is_said(sentence):
-            continue
-        if sentence:
-            found[sentence] = None
-        if hint:
-            hints[f"Hint: {hint}"] = None
-    return [*found, *hints]
+        text = _sentence(node, read.reader, read.path, at_break)
+        if text and not is_said(without_hint(text)[0]):
+            found[text] = None
+    return list(found)
 
 
 def readers_beside(nodes: Iterable[fx.Node], at_break: str | None = None) -> list[str]:
@@ -178,7 +176,7 @@ def _sentence(
         if at_break == IN_A_BODY:
             return ""  # said of what is around the body
         if at_break:
-            return f"{where} is read by {at_break}. Hint: {AT_A_BREAK}"
+            return with_hint(f"{where} is read by {at_break}", AT_A_BREAK)
         return f"{where} is returned by the compiled function"
     name, at = called(reader), shown(location_of(reader)[0])
     feeds = f"{where} feeds {name} at {at}"
@@ -277,8 +275,7 @@ def _indexes(reader: fx.Node) -> bool:
 
 
 def _hinted(sentence: str, reason: str) -> str:
-    hint = hint_for(reason)
-    return f"{sentence}. Hint: {hint}" if hint else sentence
+    return with_hint(sentence, hint_for(reason))
 
 
 CHECKPOINT, FUNCTION = "a checkpoint", "a custom autograd.Function"

@@ -14,6 +14,7 @@ from torch import fx
 from torch_streamkl.fx_passes.fx_utils.user_names import with_user_names
 from torch_streamkl.fx_passes.reporting.operations import CLAUSES, why_not
 from torch_streamkl.fx_passes.reporting.report import Report
+from torch_streamkl.fx_passes.reporting.text import with_hint, without_hint
 
 _PROBABILITIES = "attention or vocabulary probabilities"
 _SENTENCES = (
@@ -72,5 +73,5 @@ def _unrecognized(text: str) -> str:
     sentence = as_sentence(reason)
     clause = CLAUSES.search(sentence)
     end = clause[0] if clause is not None and at else ""
-    place, hint, rest = rest.partition(". Hint: ")
-    return sentence.removesuffix(end) + at + place + end + hint + rest
+    place, hint = without_hint(rest)
+    return with_hint(sentence.removesuffix(end) + at + place + end, hint)

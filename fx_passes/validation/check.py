@@ -55,7 +55,7 @@ from torch_streamkl.fx_passes.validation.regions import (
     find_region,
     replacement_of,
 )
-from torch_streamkl.fx_passes.validation.running import PROGRAM_TEXTS, Result, run
+from torch_streamkl.fx_passes.validation.running import IN_USERS_CODE, Result, run
 from torch_streamkl.fx_passes.validation.sizes import Sizes, smaller_sizes
 from torch_streamkl.runtime.precompile import compiled_beside
 
@@ -242,8 +242,7 @@ class _Comparison:
 
     def _difference_on(self, draw: Draw) -> str:
         inputs = values_of(self.region.leaves, self.region.before, self.sizes, draw, self.owner)
-        # a mask of an operator means -inf by itself; a row program has the number in it
-        finite = draw.finite and any(n.target in PROGRAM_TEXTS for n in self.region.after)
+        finite = draw.finite and any(n.target in IN_USERS_CODE for n in self.region.after)
         name = self.region.change.after.name
         compute = functools.partial(run, self.region.after, name, inputs, finite=finite)
         with compiled_beside(compute, self.devices) as is_compiling:

@@ -20,6 +20,8 @@ from torch_streamkl.fx_passes.validation.gradient_terms import GradientTerms, ra
 from torch_streamkl.fx_passes.validation.options import NotChecked
 from torch_streamkl.rows.op import row_program, row_program_sum
 from torch_streamkl.rows.program import Program
+from torch_streamkl.topk.log_probs import entry_log_probs
+from torch_streamkl.topk.logits import entry_logits
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -27,6 +29,8 @@ LOGARITHMS = {"log_softmax", "logsumexp", "cross_entropy", "logaddexp"}  # of ex
 EXPONENTIALS = {"exp", "softmax"} | LOGARITHMS
 LOWEST = -3e4  # exponentials of it are 0 in every dtype, and half has it
 PROGRAM_TEXTS = {row_program: 1, row_program_sum: 2}  # where an operator's program stands
+# what the user's own masks stand around: other operators have a mask of their own, which is -inf
+IN_USERS_CODE = {*PROGRAM_TEXTS, entry_logits, entry_log_probs}
 _FILL = 1e4  # beyond it lie the values of masks
 
 

@@ -13,6 +13,7 @@ import torch
 
 from tests.fuzz.masks import Masks
 from tests.fuzz.steps import (
+    AGREEMENTS,
     ANY_TENSOR,
     DISTRIBUTION_STEPS,
     ELEMENT_STEPS,
@@ -25,6 +26,7 @@ from tests.fuzz.steps import (
     LOSSES,
     MAP_ELEMENTS,
     MAP_ROW_STEPS,
+    MAXIMA,
     MEAN_BLOCKS,
     MEAN_SCORE_STEPS,
     NORMS,
@@ -34,6 +36,7 @@ from tests.fuzz.steps import (
     OF_IDS,
     OF_KEYS,
     OF_LARGEST,
+    OF_PLACES,
     OPERAND_STEPS,
     PLAIN_ELEMENT_STEPS,
     PLAIN_ROW_STEPS,
@@ -48,6 +51,8 @@ from tests.fuzz.tree import ALL_BELOW, OPERATION, Node, Program, node_of
 
 PROGRAMS = 0.3  # of elements, those that no divergence has
 LARGEST = 0.1  # of sums that no divergence has, those at keys that a top-k names
+LABELS = 0.05  # of losses, those with labels that an argmax gives
+METRICS = 0.15  # and those with maxima, or places of maxima, beside them
 BLOCKS = 0.1  # and those over blocks of keys
 MEANNESS = (0.0, 0.01, 0.02, 0.04, 0.08, 0.16)
 LEARNED = ("q", "k", "v", "h", "w", "ls", "tau", "b", "sink", "hs", "rw", "kw", "c", "z")
@@ -481,9 +486,37 @@ class Grammar:
                 (node, self.edge(hard)) if self.draw.random() < 0.7 else (self.edge(hard), node)
             )
             node = Node("loss", code, order)
-        if self.draw.random() < 0.2:
-            node = node_of("results", "({0}, {1})", node, self.other_use())
+        if self.draw.random() < LABELS:
+            node = node_of("loss", "({0} + 0.5 * {1})", node, self.hard_labels())
+        kind = self.draw.random()
+        if kind < 0.2:
+            return node_of("results", "({0}, {1})", node, self.other_use())
+        if kind < 0.2 + METRICS:
+            return node_of("results", "({0}, {1})", node, self.metric())
         return node
+
+    def metric(self) -> Node:
+        """The largest elements of rows or their places, without gradient."""
+        what = self.draw.choice((self.scores, self.scores, self.logs, self.probabilities))
+        if self.draw.random() < 0.5:
+            node = node_of("metric", self.draw.choice(MAXIMA), self.nearly(what("s")))
+        else:
+            pair = self.nearly(what("s")), self.nearly(what("t"))
+            node = node_of("metric", self.draw.choice(AGREEMENTS), *pair)
+        if self.draw.random() < self.mean:
+            return self.edge(node)
+        return Node(node.kind, node.code, node.args, self.draw.choice((OPERATION, ALL_BELOW)))
+
+    def hard_labels(self) -> Node:
+        """A loss of one side at the largest entries of the other, or of itself."""
+        what = self.draw.choice((self.scores, self.scores, self.probabilities))
+        other = self.edge(self.nearly(what(self.draw.choice("tts"))))
+        return self.edge(node_of("loss", self.draw.choice(OF_PLACES), self.scores("s"), other))
+
+    def nearly(self, node: Node) -> Node:
+        """Sometimes scaled or biased, of which the order is that of rounded numbers."""
+        steps = ("({0} / 0.7)", "({0} * 0.3)", "({0} + kw)", "{0}.float()")
+        return self.step(node, self.draw.choice(steps)) if self.draw.random() < 0.3 else node
 
     def other_use(self) -> Node:
         side = self.draw.choice("sst")

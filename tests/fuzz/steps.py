@@ -604,3 +604,24 @@ NORMS = (
     "({0} * {1}).sum(-1).log()",
     "({0} * {1}).sum(-1).sqrt()",
 )
+MAXIMA = (  # metrics of a row: its largest element, and where that is
+    "{0}.amax(-1)",
+    "{0}.max(-1).values.mean()",
+    "{0}.argmax(-1)",
+    "{0}.argmax(-1, keepdim=True)",
+    "{0}.max(dim=-1).indices",
+    "({0}.max(-1)[1] == 1)",
+    "({0}.argmax(-1) == 0).double().mean()",
+)
+AGREEMENTS = (  # of two sides
+    "({0}.argmax(-1) == {1}.argmax(-1)).double().mean()",
+    "({0}.max(-1).indices != {1}.argmax(-1)).sum()",
+    "({0}.amax(-1) - {1}.amax(-1)).abs().mean()",
+    "({0} - {1}).argmax(-1)",
+)
+OF_PLACES = (  # labels that the second side gives the first
+    "F.cross_entropy({0}.flatten(0, -2), {1}.argmax(-1).flatten())",
+    "F.cross_entropy({0}.flatten(0, -2), {1}.max(-1).indices.flatten(), reduction='sum')",
+    "-{0}.log_softmax(-1).gather(-1, {1}.argmax(-1, keepdim=True)).mean()",
+    "-{0}.log_softmax(-1).gather(-1, {1}.max(-1, keepdim=True)[1]).squeeze(-1).sum()",
+)

@@ -12,12 +12,15 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.fuzz import judge as fuzz_judge
 from tests.fuzz.judge import judge
 from tests.fuzz.run import Outcome, fuzz, program
 from tests.fuzz.shrink import shrink
-from tests.fuzz.tree import Program
+from tests.fuzz.tree import Node, Program, node_of
 from tests.support.covering import every
+from torch_streamkl.fx_passes.closed_forms import row_maxima
 from torch_streamkl.fx_passes.reading.reader import RULES
+from torch_streamkl.program.canonical import scaled
 
 NUM_PROGRAMS, PART = 100, 10
 EAGER: dict[str, Any] = {"inner": "eager"}
@@ -55,6 +58,24 @@ def test_a_wrong_rule_is_found_and_shrunk() -> None:
     (failure, *_) = outcome.failures
     assert "-" in failure.shrunk
     assert len(failure.shrunk.splitlines()) <= 8, failure.shrunk
+
+
+def test_places_are_judged_up_to_rounding() -> None:
+    """Of 16-bit logits several are nearly the largest; another place is wrong."""
+    h, w, ht, wt = (Node("tensor", name) for name in ("h", "w", "ht", "wt"))
+    s, t = node_of("scores", "({0} @ {1}.T)", h, w), node_of("scores", "({0} @ {1}.T)", ht, wt)
+    code = "F.kl_div({0}.log_softmax(-1), {1}.softmax(-1), reduction='sum')"
+    places = node_of("metric", "{0}.argmax(-1)", s)
+    tree = node_of("results", "({0}, {1})", node_of("loss", code, s, t), places)
+    shapes = {"h": (200, 5), "w": (99, 5), "ht": (200, 3), "wt": (99, 3)}
+    drawn = Program(tree, shapes, frozenset("hw"), dtype=torch.bfloat16)
+    assert not judge(drawn).difference
+    with mock.patch.object(row_maxima, "_as_stored", lambda scores, narrow: scores):
+        assert not judge(drawn).difference
+        with mock.patch.object(fuzz_judge, "NUM_NUDGES_OF_PLACES", 0):
+            assert judge(drawn).difference
+    with mock.patch.object(row_maxima, "_as_stored", lambda scores, narrow: scaled(-1.0, scores)):
+        assert judge(drawn).difference
 
 
 def test_shrinking_keeps_what_fails() -> None:

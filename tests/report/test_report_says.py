@@ -570,10 +570,10 @@ SAID = {
     ),
     "rows of a loss are no second one": user("bhattacharyya", "1 of 1 loss fused"),
     "equal argmaxes": Said(
-        with_agreement, ("1 of 1 loss and 2 of 2 places of maxima fused",), ("not fused",)
+        with_agreement, ("1 of 1 loss and 2 of 2 detached values fused",), ("not fused",)
     ),
     "equal argmaxes alone": Said(
-        of_logits(agreement), ("streamkl: 2 of 2 places of maxima fused",), ("not fused", "loss")
+        of_logits(agreement), ("streamkl: 2 of 2 detached values fused",), ("not fused", "loss")
     ),
     "an argmax next to a loss that stays": Said(
         of_logits(ranked_with_argmax), ("read by argmax, log_softmax", "sort needs whole rows"),
@@ -581,7 +581,8 @@ SAID = {
     ),
     "an argmax alone": Said(
         of_logits(lambda s, t: s.argmax(-1)),
-        ("feeds argmax at", "in scores of a fused loss, or as its labels", "if these are labels"),
+        ("feeds argmax at", "in scores of a fused loss, or as its labels",
+         "biased or masked at most", "if these are labels"),
         ("whole rows",),
     ),
     # warnings

@@ -110,7 +110,7 @@ streamkl: no distillation loss recognized
 8 score- or logit-sized tensors remain, 240 KiB (report.details()); largest: [48 x 160] (30 KiB) loss.py:7: read by softmax
      softmax at loss.py:7 feeds sort at loss.py:7, which needs whole rows
      softmax at loss.py:7 feeds sort at loss.py:7, which needs whole rows
-     Hint: such a loss cannot be fused, because its operation needs whole rows. To save memory, select the rows that count before the matmul""",
+       Hint: such a loss cannot be fused, because its operation needs whole rows. To save memory, select the rows that count before the matmul""",
         )
 
     def test_nothing_large(self):
@@ -167,27 +167,29 @@ streamkl: 0 of 1 loss fused
      [1 x 2 x 64 x 64] (32 KiB) loss.py:7: read by sum""",
         )
 
-    def test_places_of_maxima_are_no_losses(self):
+    def test_a_hint_follows_what_it_is_for(self):
+        """Once, and not where a loss has said it. What has no hint comes last."""
+        unread = ["a", "b. Hint: one", "c. Hint: two", "d. Hint: one", "e. Hint: said"]
+        site = Site(False, "", "", "sort of scores", "a.py:2", hint="said of a loss")
+        large = Remaining("m", (8, 8), "a.py:1", "read by sort", num_bytes=256)
+        report = Report([site], elsewhere=[large], unrecognized=unread)
+        groups = ["b", "d", "  Hint: one", "c", "  Hint: two", "a", "e"]
+        assert report.details().splitlines()[-7:] == [f"     {line}" for line in groups]
+        assert str(report).splitlines()[-5:] == [f"     {line}" for line in groups[:5]]
+
+    def test_detached_values_are_no_losses(self):
         loss = Site(True, "linear_kl", "forward_kl", "", "a.py:1")
-        place = Site(True, "row_program", "the place of a maximum", "", "a.py:2", is_loss=False)
+        value = Site(True, "row_program", "a sum", "", "a.py:2", is_loss=False)
         left = Site(False, "row_program", "", "", "a.py:3", skipped="4 KiB", is_loss=False)
-        told = [
-            (headline(report), fused_text(report))
-            for report in map(Report, ([loss, place], [place, left], [left], [loss], []))
-        ]
-        assert told[0] == (
-            "streamkl: 1 of 1 loss and 1 of 1 place of a maximum fused",
-            "1 loss and 1 place of a maximum fused",
-        )
-        assert told[1] == (
-            "streamkl: 1 of 2 places of maxima fused, 1 skipped", "1 place of a maximum fused",
-        )  # fmt: skip
-        assert told[2][0] == "streamkl: 0 of 1 place of a maximum fused, 1 skipped"
-        assert [said for _, said in told[2:]] == [
-            "0 losses fused",
-            "1 loss fused",
-            "0 losses fused",
-        ]
+        for sites, text in (
+            ([loss, value], "1 of 1 loss and 1 of 1 detached value fused"),
+            ([value, left], "1 of 2 detached values fused, 1 skipped"),
+            ([left], "0 of 1 detached value fused, 1 skipped"),
+            ([loss, loss], "2 of 2 losses fused"),
+        ):
+            assert headline(Report(sites)) == f"streamkl: {text}"
+            assert text.startswith(fused_text(Report(sites)))
+        assert fused_text(Report([])) == "no loss fused"
 
     def test_everything_else(self):
         self.assertExpectedInline(

@@ -1,11 +1,17 @@
 """Logits at a cached teacher's ids that no softmax reads: products with these weight rows."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+import torch_streamkl
 from tests.support.comparing import compare, is_exact_in_float64
 from torch_streamkl.fx_passes import backend
+from torch_streamkl.fx_passes.validation import check
+from torch_streamkl.fx_passes.validation.check import FAILED, PASSED
+from torch_streamkl.topk import sparse
 
 BATCH, TOKENS, WIDTH, VOCAB, IDS = 2, 37, 16, 203, 5
 OPTIONS = {"streamkl.min_mib": 0.0}
@@ -93,6 +99,38 @@ def test_bfloat16(loss):
     outcome = compare(_step(loss), _inputs(dtype=torch.bfloat16), options=OPTIONS)
     outcome.check()
     assert outcome.num_fused == 1, str(outcome.report)
+
+
+def hidden_entries(s, ids, values):
+    """Eager code multiplies a share of 0 with -inf."""
+    hidden = torch.arange(VOCAB) % 7 == 0
+    chosen = s.masked_fill(hidden, -math.inf).gather(-1, ids)
+    shares = values.masked_fill(hidden[ids], -math.inf).softmax(-1)
+    return F.kl_div(chosen.log_softmax(-1), shares, reduction="sum")
+
+
+def hidden_entries_without_a_gradient(s, ids, values):
+    with torch.no_grad():
+        return hidden_entries(s, ids, values)
+
+
+@pytest.mark.parametrize("loss", [hidden_entries, hidden_entries_without_a_gradient])
+def test_a_check_hides_entries_as_the_code_does(loss):
+    """By a number, as a row program's: the code would give NaN."""
+    report = torch_streamkl.explain(_step(loss), *_inputs(), options=OPTIONS)
+    (site,) = report.sites
+    assert site.fused and site.check == PASSED, report
+    assert site.runs == "in plain torch"
+
+
+@pytest.mark.expects_failed_checks
+def test_a_check_of_hidden_entries_finds_mistakes(monkeypatch):
+    logits_of = sparse.logits_of
+    shift = 0.1 * torch.arange(IDS)
+    monkeypatch.setattr(sparse, "logits_of", lambda *given: logits_of(*given) + shift)
+    monkeypatch.setattr(check, "passed_before", lambda *given: False)  # by another process
+    report = torch_streamkl.explain(_step(hidden_entries), *_inputs(), options=OPTIONS)
+    assert not report.num_fused and FAILED in report.sites[0].reason, report
 
 
 def many_ids(s, ids, values):

@@ -22,6 +22,7 @@ from torch_streamkl.program.graph import BOOL, FLOAT, MAX, capture, const, index
 from torch_streamkl.program.reductions import contraction, log_softmax, reduced
 
 TOKENS, WIDTH, TEACHER_WIDTH, VOCAB = 24, 16, 23, 101
+SIZES = (TOKENS, WIDTH), (VOCAB, WIDTH), (TOKENS, TEACHER_WIDTH), (VOCAB, TEACHER_WIDTH)
 STUDENT, TEACHER = 2 * TOKENS * WIDTH * VOCAB, 2 * TOKENS * TEACHER_WIDTH * VOCAB
 
 
@@ -105,9 +106,8 @@ LOSSES = [
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_each_product_is_made_once(loss):
-    sizes = ((TOKENS, WIDTH), (VOCAB, WIDTH), (TOKENS, TEACHER_WIDTH), (VOCAB, TEACHER_WIDTH))
     inputs = [
-        torch.randn(n, dtype=torch.float64, requires_grad=i < 2) for i, n in enumerate(sizes)
+        torch.randn(n, dtype=torch.float64, requires_grad=i < 2) for i, n in enumerate(SIZES)
     ]
     torch._dynamo.reset()
     forward_counter, backward_counter = (FlopCounterMode(display=False) for _ in "ab")
@@ -135,6 +135,50 @@ def test_each_product_is_made_once(loss):
     torch.testing.assert_close(gradients, torch.autograd.grad(expected[0], inputs[:2]))
     assert forward_counter.get_total_flops() == 3 * STUDENT + TEACHER
     assert backward_counter.get_total_flops() == 0
+
+
+def evaluated(s, t, h):
+    with torch.no_grad():
+        return kl(t, s).mean(), entropy(s).mean(), s.amax(-1), s.argmax(-1)
+
+
+def accumulated(s, t, h):
+    total = torch.zeros((), dtype=s.dtype)
+    total += kl(t, s).mean()
+    return total, entropy(s).mean().detach()
+
+
+COUNTS = {
+    places: (1, 3), confidences: (1, 2), weighted_by_the_confidence: (1, 1),
+    detached_entropies: (1, 2), other_divergences: (1, 3), weighted_by_the_entropy: (1, 1),
+    accumulated: (1, 1), evaluated: (2, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", COUNTS, ids=lambda f: f.__name__)
+def test_what_a_report_counts_as_losses(loss):
+    """What the gradient of a result needs; without any gradient all but maxima."""
+    report = torch_streamkl.explain(
+        lambda h, w, th, tw: loss((h @ w.T).log_softmax(-1), (th @ tw.T).log_softmax(-1), h),
+        *(torch.randn(n, requires_grad=i < 2) for i, n in enumerate(SIZES)),
+        options={"streamkl.min_mib": 0},
+    )
+    are_losses = [site.is_loss for site in report.sites]
+    assert (are_losses.count(True), are_losses.count(False)) == COUNTS[loss], report
+
+
+@pytest.mark.parametrize("is_metric", [False, True])
+def test_what_is_not_fused_is_counted_alike(is_metric):
+    """With its reason."""
+
+    def step(h, w, th, tw):
+        s, t = (h @ w.T).log_softmax(-1), (th @ tw.T).log_softmax(-1)
+        other = (t.exp().sort(-1).values * s).sum(-1).mean()
+        return kl(t, s).mean(), other.detach() if is_metric else other
+
+    inputs = [torch.randn(n, requires_grad=i < 2) for i, n in enumerate(SIZES)]
+    report = torch_streamkl.explain(step, *inputs, options={"streamkl.min_mib": 0})
+    assert [x.is_loss for x in report.sites if not x.fused] == [not is_metric], report
 
 
 def of_sure_tokens(s, t):
@@ -185,8 +229,7 @@ CONFIDENCES = {
 
 @pytest.mark.parametrize("loss", CONFIDENCES, ids=lambda f: f.__name__)
 def test_the_largest_probability_of_a_row(loss):
-    sizes = ((TOKENS, WIDTH), (VOCAB, WIDTH), (TOKENS, TEACHER_WIDTH), (VOCAB, TEACHER_WIDTH))
-    inputs = [torch.randn(n, requires_grad=i < 2) * 0.3 for i, n in enumerate(sizes)]
+    inputs = [torch.randn(n, requires_grad=i < 2) * 0.3 for i, n in enumerate(SIZES)]
     outcome = compare(
         lambda h, w, th, tw: loss(h @ w.T, th @ tw.T), inputs, options={"streamkl.min_mib": 0.0}
     )

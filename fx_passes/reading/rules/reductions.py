@@ -18,7 +18,6 @@ from torch_streamkl.program.functions import exponential, function, quotient
 from torch_streamkl.program.graph import (
     ANY,
     ARGMAX,
-    CONTRACT,
     FLOAT,
     INT,
     LOGSUMEXP,
@@ -142,9 +141,6 @@ def _places(call: Call, x: Array, d: int, keepdim: bool) -> Array:
     x = arrays.with_one_axis(x, d)
     if not x.dims[d]:
         x = x.map(lambda e: const(0.0, INT))
-    dtype = call.dtype_of("self")
-    if dtype is not None and dtype.itemsize < 4 and x.expr.op != CONTRACT:
-        raise NoRule("argmax of numbers of a narrow type, which are rounded more than once")
     return over(ARGMAX, x, [d], keepdim)
 
 
