@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.comparing import compare
+from tests.support.compiling import compile_rewritten
 from tests.support.misleading_programs import difference, run
 from torch_streamkl.fx_passes import backend
 
@@ -54,11 +55,9 @@ def operands(scale, dtype=torch.float64):
 
 def judged(loss, inputs):
     """The report of a program that is compiled to what eager code computes, in float64."""
-    torch._dynamo.reset()
-    options = {"streamkl.verify": "never", "streamkl.inner": "eager", "streamkl.min_mib": 0.0}
     eager = run(loss, inputs)
     with backend.collected() as report:
-        compiled = run(torch.compile(loss, backend="streamkl", options=options), inputs)
+        compiled = run(compile_rewritten(loss, verify="never"), inputs)
     found = difference(eager, compiled)
     assert not found, f"{found}\n{report}"
     return report
