@@ -41,13 +41,14 @@ def compiled(program, inner="aot_eager"):
 
 
 def judge(program, inputs, sites=None, inner="eager"):
-    """The compiled program is eager's, and so many of its sums are fused."""
+    """The report of a program that is compiled to eager's, with so many of its sums fused."""
     eager = run(program, inputs)
     with backend.collected() as report:
         found = difference(eager, run(compiled(program, inner), inputs))
     assert not found, f"{found}\n{report}"
     assert not report.failures
     assert sites is None or report.num_fused == sites, str(report)
+    return report
 
 
 def scores(q, k, r, s):
