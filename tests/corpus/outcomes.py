@@ -59,7 +59,7 @@ def run_case(case, setting=TABLE_SETTING, captured=False):
             # with every number a symbol Dynamo cannot trace F.dropout(training=p > 0), with or
             # without us: it breaks the graph there
             fullgraph=case["fullgraph"] and not setting.dynamic and not captured,
-            options={"streamkl.min_mib": 0.0},  # the cases are small
+            min_mib=0.0,  # the cases are small
         )
 
 

@@ -21,8 +21,8 @@ from tests.support.ranks import (
     counted_collectives,
     keeping_graphs,
     largest_tensor,
-    names_of,
     on_ranks,
+    on_two_ranks,
     run_check,
     same_error,
 )
@@ -502,6 +502,4 @@ def test_on_three_ranks(name: str) -> None:
     run_check(__name__, name, 3)
 
 
-@pytest.mark.parametrize("name", names_of(__name__))
-def test_on_two_ranks(name: str) -> None:
-    run_check(__name__, name)
+test_on_two_ranks = on_two_ranks(__name__)

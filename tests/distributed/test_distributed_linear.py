@@ -23,9 +23,8 @@ from tests.support.ranks import (
     counted_collectives,
     keeping_graphs,
     largest_tensor,
-    names_of,
     on_ranks,
-    run_check,
+    on_two_ranks,
     same_error,
     slowly_on_ranks,
 )
@@ -596,6 +595,4 @@ def a_killed_rank(me: Rank) -> None:
         linear_kl(**parts, group=me.group)
 
 
-@pytest.mark.parametrize("name", names_of(__name__))
-def test_on_two_ranks(name: str) -> None:
-    run_check(__name__, name)
+test_on_two_ranks = on_two_ranks(__name__)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.support.ranks import Rank, names_of, on_ranks, run_check, same_error
+from tests.support.ranks import Rank, on_ranks, on_two_ranks, run_check, same_error
 from torch_streamkl import LinearKL, attention_kl, linear_kl, nitrobrew, row_program
 from torch_streamkl.distributed import (
     attention_kl_context_parallel,
@@ -377,9 +377,7 @@ def arguments_that_do_not_fit(me: Rank) -> None:
 ON_THREE = ["learned_scales_of_shared_sequences", "weights_and_masks_of_tokens_on_a_mesh"]
 
 
-@pytest.mark.parametrize("name", names_of(__name__))
-def test_on_two_ranks(name: str) -> None:
-    run_check(__name__, name)
+test_on_two_ranks = on_two_ranks(__name__)
 
 
 @pytest.mark.parametrize("name", ON_THREE)

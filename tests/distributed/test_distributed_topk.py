@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, distributed
 
@@ -17,9 +16,8 @@ from tests.support.ranks import (
     Rank,
     close,
     counted_collectives,
-    names_of,
     on_ranks,
-    run_check,
+    on_two_ranks,
     same_error,
 )
 from torch_streamkl import linear_topk_kl
@@ -121,6 +119,4 @@ def what_ranks_differ_in(me: Rank) -> None:
     same_error(me, call(weight=placed), "plain tensors", "to_local()")
 
 
-@pytest.mark.parametrize("name", names_of(__name__))
-def test_on_two_ranks(name: str) -> None:
-    run_check(__name__, name)
+test_on_two_ranks = on_two_ranks(__name__)

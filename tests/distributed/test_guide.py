@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from tests.support.ranks import Rank, names_of, on_ranks, run_check
+from tests.support.ranks import Rank, on_ranks, on_two_ranks
 from torch_streamkl import linear_kl
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "several-gpus.md"
@@ -129,6 +128,4 @@ def every_layer(me: Rank) -> None:
     assert all(x.grad is not None for x in scope["model"].parameters())
 
 
-@pytest.mark.parametrize("name", names_of(__name__))
-def test_on_two_ranks(name: str) -> None:
-    run_check(__name__, name)
+test_on_two_ranks = on_two_ranks(__name__)

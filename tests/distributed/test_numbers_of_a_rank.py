@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 from tests.distributed.test_rewritten_dtensors import (
@@ -23,7 +22,7 @@ from tests.distributed.test_rewritten_dtensors import (
     of_logits,
     whole,
 )
-from tests.support.ranks import Rank, names_of, on_ranks, run_check
+from tests.support.ranks import Rank, on_ranks, on_two_ranks
 
 OF_WORDS: dict[str, list[Any]] = {"x_s": COPIED, "x_t": COPIED}
 
@@ -98,6 +97,4 @@ def symbols_that_a_rank_is_given(me: Rank) -> None:
     given(2.5, lambda s, t, number: whole(kl(s * number, t * number))).fuses(me)
 
 
-@pytest.mark.parametrize("name", names_of(__name__))
-def test_on_two_ranks(name: str) -> None:
-    run_check(__name__, name)
+test_on_two_ranks = on_two_ranks(__name__)

@@ -13,12 +13,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.support.ranks import Rank, names_of, on_ranks, run_check
+from tests.support.ranks import Rank, on_ranks, on_two_ranks
 from torch_streamkl import attention_kl, linear_kl
 from torch_streamkl.distributed import attention_kl_context_parallel, reshard_vocab
 
@@ -222,6 +221,4 @@ def words_resharded_like_others(me: Rank) -> None:
     _check(me, Form(reshard_vocab, dict(zip(("weight", "like"), weights, strict=True)), {}))
 
 
-@pytest.mark.parametrize("name", names_of(__name__))
-def test_on_two_ranks(name: str) -> None:
-    run_check(__name__, name)
+test_on_two_ranks = on_two_ranks(__name__)

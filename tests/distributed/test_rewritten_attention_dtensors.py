@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,7 +17,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.torch_version import TorchVersion
 
 from tests.distributed.test_rewritten_dtensors import AS_IT_IS, Case, failing, kl, whole
-from tests.support.ranks import Rank, keeping_graphs, largest_tensor, names_of, on_ranks, run_check
+from tests.support.ranks import (
+    Rank,
+    keeping_graphs,
+    largest_tensor,
+    on_ranks,
+    on_two_ranks,
+)
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.dtensors import rewriting
 
@@ -218,6 +223,4 @@ def a_rank_that_cannot_put_back(me: Rank) -> None:
         AttentionCase(of_maps).stays(me, "rank 1: of a test")
 
 
-@pytest.mark.parametrize("name", names_of(__name__))
-def test_on_two_ranks(name: str) -> None:
-    run_check(__name__, name)
+test_on_two_ranks = on_two_ranks(__name__)

@@ -29,9 +29,8 @@ from tests.support.ranks import (
     close,
     keeping_graphs,
     largest_tensor,
-    names_of,
     on_ranks,
-    run_check,
+    on_two_ranks,
 )
 from torch_streamkl.fx_passes import backend, pipeline
 from torch_streamkl.fx_passes.dtensors import agreement, rewriting
@@ -609,6 +608,4 @@ def a_rank_that_does_not_compile(me: Rank) -> None:
         alone.store.set_timeout(TIMEOUT)  # it is also that of the store of later checks
 
 
-@pytest.mark.parametrize("name", names_of(__name__))
-def test_on_two_ranks(name: str) -> None:
-    run_check(__name__, name)
+test_on_two_ranks = on_two_ranks(__name__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate
@@ -21,7 +20,7 @@ from tests.distributed.test_rewritten_dtensors import (
     of_logits,
     whole,
 )
-from tests.support.ranks import Rank, names_of, on_ranks, run_check
+from tests.support.ranks import Rank, on_ranks, on_two_ranks
 
 
 def labels_beside(logits: Any, placements: Any) -> Any:
@@ -61,6 +60,4 @@ def labels_of_tokens(me: Rank) -> None:
             assert "cross-entropy" in report.sites[0].also, str(report)
 
 
-@pytest.mark.parametrize("name", names_of(__name__))
-def test_on_two_ranks(name: str) -> None:
-    run_check(__name__, name)
+test_on_two_ranks = on_two_ranks(__name__)

@@ -19,8 +19,8 @@ from tests.support.distilled_step import WIDTH, Step
 from tests.support.ranks import (
     Rank,
     keeping_graphs,
-    names_of,
     on_ranks,
+    on_two_ranks,
     run_check,
     same_error,
 )
@@ -232,6 +232,4 @@ def test_on_four_ranks() -> None:
     run_check(__name__, "hybrid_sharding", 4)
 
 
-@pytest.mark.parametrize("name", names_of(__name__))
-def test_on_two_ranks(name: str) -> None:
-    run_check(__name__, name)
+test_on_two_ranks = on_two_ranks(__name__)

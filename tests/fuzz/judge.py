@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.fuzz.rounding import PerturbRounding
 from tests.fuzz.tree import Program
+from tests.support.compiling import compile_rewritten
 from tests.support.misleading_programs import Results, run
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.reading.reader import RULES
@@ -53,21 +54,16 @@ def judge(
 
     The rules are judged alone unless ``verify`` says that rewrites are checked when compiled.
     """
-    torch._dynamo.reset()
     fn, inputs = program.function(), program.inputs()
     eager = _run_eager(program)
     with backend.collected() as report:
-        compiled_fn = torch.compile(
+        compiled_fn = compile_rewritten(
             fn,
-            backend="streamkl",
+            inner=inner,
             dynamic=program.dynamic,
-            # all of these programs are small
-            options={
-                "streamkl.inner": inner,
-                "streamkl.verify": verify,
-                "streamkl.min_mib": 0.0,
-                "streamkl.row_programs": row_programs,
-            },
+            verify=verify,
+            min_mib=0.0,  # all of these programs are small
+            row_programs=row_programs,
         )
         try:
             compiled = run(compiled_fn, inputs)

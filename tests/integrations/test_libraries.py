@@ -113,6 +113,4 @@ def test_losses_on_logits(name: str) -> None:
     for x in inputs[:2]:
         x.requires_grad_()
     place, options = LOSSES[name]
-    outcome = compare(_loss(*place, **options), [*inputs, labels], inner="aot_eager").check()
-    assert outcome.num_fused == len(outcome.report.sites) > 0, outcome.report
-    assert outcome.report.num_remaining == 0, outcome.report
+    compare(_loss(*place, **options), [*inputs, labels], inner="aot_eager").check_fused()

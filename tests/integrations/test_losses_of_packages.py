@@ -26,7 +26,6 @@ from tests.support.covering import every, only
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
 
 TOKENS, HIDDEN, TEACHER_HIDDEN, VOCAB = 12, 8, 12, 40
-OPTIONS = {"streamkl.min_mib": 0}
 WHOLE = ("linear_kl", 0)
 
 
@@ -59,7 +58,7 @@ def heads(rows: tuple[int, ...] = (1, TOKENS), teacher: tuple[int, ...] = ()) ->
 
 def judged(program: Callable[..., Any], inputs: list[Tensor], **config: Any) -> Outcome:
     with torch._dynamo.config.patch(config):
-        return compare(program, inputs, options=OPTIONS).check()
+        return compare(program, inputs).check()
 
 
 # ------------------------------------------------------------------------ speculators
@@ -89,10 +88,8 @@ def test_losses_of_drafts(name: str) -> None:
         )
         return value
 
-    outcome = judged(program, heads())
-    report = outcome.report
-    assert outcome.num_fused == len(report.sites) > 0 and not report.num_remaining, report
-    assert outcome.kinds == DRAFTS[name], report
+    outcome = judged(program, heads()).check_fused()
+    assert outcome.kinds == DRAFTS[name], outcome.report
 
 
 def test_labels_of_the_teacher_are_no_divergence() -> None:
@@ -114,9 +111,7 @@ def test_several_losses_of_drafts() -> None:
         total, terms = utils.compound_loss(h @ w.T, g @ v.T, MASK, POSITIONS, config)
         return total, terms["kl_div_loss"], terms["tv_loss"]
 
-    outcome = judged(program, heads())
-    assert outcome.num_fused == len(outcome.report.sites) == 2, outcome.report
-    assert outcome.report.num_remaining == 0, outcome.report
+    judged(program, heads()).check_fused(2)
 
 
 def test_a_step_of_eagle_three() -> None:
@@ -138,10 +133,8 @@ def test_a_step_of_eagle_three() -> None:
     outcome = judged(program, heads())
     assert "graph break at" in str(outcome.report), outcome.report
     assert not outcome.num_fused, outcome.report
-    outcome = judged(program, heads(), **CAPTURE)
+    outcome = judged(program, heads(), **CAPTURE).check_fused(3)
     assert outcome.kinds == {"row_program"}, outcome.report
-    assert outcome.num_fused == len(outcome.report.sites) == 3, outcome.report
-    assert outcome.report.num_remaining == 0, outcome.report.details()
 
 
 # ------------------------------------------------------------------------ lightly
@@ -192,10 +185,8 @@ def test_dino(logits: Any, given: dict[str, Any]) -> None:
     """With its center updated after the step, all pairs of views are one call."""
     outcome = judged(
         of_views(logits, [], True, **given), heads((VIEWS, BATCH), (TEACHER_VIEWS, BATCH))
-    )
-    report = outcome.report
-    assert outcome.kinds == {"linear_kl"} and len(report.sites) == 1, report
-    assert report.num_remaining == 0, report
+    ).check_fused(1)
+    assert outcome.kinds == {"linear_kl"}, outcome.report
 
 
 def test_dino_that_updates_its_center_in_the_step() -> None:

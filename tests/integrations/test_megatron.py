@@ -82,8 +82,7 @@ def attention(dsa: Any, is_sparse: bool) -> Any:
 def test_dsattention_as_it_stands(is_sparse: bool) -> None:
     """One row program. The index scores stay as well: a top-k of whole rows reads them."""
     step = attention(package(), is_sparse)
-    options = {"streamkl.min_mib": 0}
-    outcome = compare(step, operands(), inner="aot_eager", options=options).check()
+    outcome = compare(step, operands(), inner="aot_eager").check()
     report = outcome.report
     assert outcome.num_fused == len(report.sites) == 1 and outcome.kinds == {"row_program"}, report
     assert outcome.num_graphs == 1 and "topk needs whole rows" in str(report), report

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.integrations.libraries import needs, optional
+from tests.support.compiling import compile_rewritten
 from torch_streamkl.fx_passes.backend import collected
 from torch_streamkl.fx_passes.passes import softcapped
 from torch_streamkl.fx_passes.reporting.report import Report
@@ -120,8 +121,7 @@ def distilled(name: str) -> Report:
     expected = step(**inputs)  # transformers installs its hooks
     parameters = [p for p in student.parameters() if p.requires_grad]
     grads = torch.autograd.grad(expected, parameters, allow_unused=True)
-    torch._dynamo.reset()
-    compiled = torch.compile(step, backend="streamkl", options={"streamkl.inner": "aot_eager"})
+    compiled = compile_rewritten(step, inner="aot_eager")
     with collected() as report:
         got = compiled(**inputs)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)

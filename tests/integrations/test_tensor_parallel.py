@@ -16,7 +16,8 @@ from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
 from tests.integrations.libraries import needs, optional
-from tests.support.ranks import Rank, names_of, on_ranks, run_check
+from tests.support.compiling import compile_rewritten
+from tests.support.ranks import Rank, on_ranks, on_two_ranks
 from torch_streamkl.fx_passes import backend
 
 transformers: Any = optional("transformers")
@@ -73,8 +74,7 @@ def _same_as_eager(me: Rank, loss: Any, num_sites: int) -> backend.Report:
     ids = (torch.arange(24).view(2, 12) * 7 % NUM_WORDS).to(me.device)
     results = []
     with torch._dynamo.config.patch(nested_graph_breaks=True), backend.collected() as report:
-        options = {"streamkl.inner": "aot_eager"}
-        for run in (loss, torch.compile(loss, backend="streamkl", options=options)):
+        for run in (loss, compile_rewritten(loss, inner="aot_eager")):
             student, teacher = _models(me)
             for model in (student, teacher):  # installs what captures the maps
                 with torch.no_grad():
@@ -102,6 +102,4 @@ def maps_of_tp_plan(me: Rank) -> None:
     _same_as_eager(me, maps, 2)
 
 
-@pytest.mark.parametrize("name", names_of(__name__))
-def test_on_two_ranks(name: str) -> None:
-    run_check(__name__, name)
+test_on_two_ranks = on_two_ranks(__name__)

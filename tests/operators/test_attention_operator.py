@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.compiling import compile_rewritten
 from tests.support.problems import CASES, INPUTS, Spec, build
 from tests.support.tolerances import check_call
 from torch_streamkl import (
@@ -292,7 +293,6 @@ def test_export_round_trip(tmp_path: Any) -> None:
 def test_compiled_graphs_call_operators_without_autograd(
     options: Any, autocast: bool, is_linear: bool
 ) -> None:
-    torch._dynamo.reset()
     inputs = tensors_of()
 
     def loss(*tensors: Tensor) -> Tensor:
@@ -302,7 +302,7 @@ def test_compiled_graphs_call_operators_without_autograd(
         return (rows if is_linear else rows.log1p()).mean()
 
     if options is None:
-        compiled = torch.compile(loss, backend="streamkl", options={"streamkl.strict": True})
+        compiled = compile_rewritten(loss, inner="inductor", strict=True)
     else:
         compiled = torch.compile(loss, options=options(strict=True))
     with torch.autocast("cpu", enabled=autocast):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.compiling import compile_rewritten
 from tests.support.gpus import on_a_gpu
 from tests.support.losses import kd as kl
 from torch_streamkl import linear_kl
@@ -67,10 +68,8 @@ def test_eager_errors_stay(name: str) -> None:
     def step(h: Tensor, y: Tensor) -> Tensor:
         return loss(h @ w.T, ht @ wt.T, y)
 
-    torch._dynamo.reset()
     inner = "aot_eager" if h.requires_grad else "eager"
-    options = {"streamkl.inner": inner, "streamkl.min_mib": 0}
-    compiled = torch.compile(step, backend="streamkl", options=options)
+    compiled = compile_rewritten(step, inner=inner)
     good = torch.tensor([0, 3, 2, 4, 1])
     with collected() as report:
         torch.testing.assert_close(compiled(h, good), step(h, good))
@@ -135,10 +134,8 @@ def test_gradients_if_all_labels_are_ignored(inner: str) -> None:
 
     h, w, t = (torch.randn(n, DIM, dtype=torch.float64) for n in (TOKENS, VOCAB, TOKENS))
     inputs = [h.requires_grad_(), w.requires_grad_(), t, torch.full((TOKENS,), -100)]
-    options = {"streamkl.min_mib": 0.0, "streamkl.verify": "never", "streamkl.inner": inner}
-    torch._dynamo.reset()
     with collected() as report:
-        value = torch.compile(loss, backend="streamkl", options=options)(*inputs)
+        value = compile_rewritten(loss, inner=inner, verify="never")(*inputs)
     assert report.num_fused == 1, str(report)
     eager = loss(*inputs)
     assert value.isnan()

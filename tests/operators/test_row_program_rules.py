@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.compiling import compile_rewritten
 from tests.support.naive_rows import check
 from torch_streamkl import row_program
 from torch_streamkl.fx_passes import backend
@@ -442,9 +443,8 @@ def test_batched_gradients_of_a_compiled_step() -> None:
     def step(q: Tensor, k: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return (((q @ k.mT).softmax(-1) - (a @ b.mT).softmax(-1)).abs() ** 1.5).sum(-1)
 
-    options = {"streamkl.inner": "aot_eager", "streamkl.min_mib": 0}
     with backend.collected() as report:
-        rows = torch.compile(step, backend="streamkl", options=options)(q, k, a, b)
+        rows = compile_rewritten(step, inner="aot_eager")(q, k, a, b)
     assert report.num_fused == 1
     found = [
         torch.autograd.grad(x, a, given, is_grads_batched=True)[0]

@@ -34,7 +34,6 @@ def test_every_example_is_tested() -> None:
 @pytest.mark.parametrize("impl", ["reference", "torch"])
 @pytest.mark.parametrize("name", CASES)
 def test_example(name: str, impl: str, small_blocks: None) -> None:
-    torch.manual_seed(0)
     case = CASES[name](Sizes())
     expected = value_and_gradients(case.naive, case)
     for a, b in zip(value_and_gradients(example(name, impl), case), expected, strict=True):

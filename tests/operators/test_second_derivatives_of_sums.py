@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.compiling import compile_rewritten
 from tests.support.losses import kd as _divergence
 from torch_streamkl import linear_kl
 from torch_streamkl.fx_passes import backend
@@ -82,10 +83,8 @@ def maps(h: Tensor, w: Tensor) -> Tensor:
 )
 def test_a_compiled_sum_refuses_as_well(inner: str, loss: Callable[..., Tensor]) -> None:
     h, w = _given()[0].requires_grad_(), _given()[1].requires_grad_()
-    options = {"streamkl.inner": inner, "streamkl.min_mib": 0.0}
-    torch._dynamo.reset()
     with backend.collected() as report:
-        total = torch.compile(loss, backend="streamkl", options=options)(h, w)
+        total = compile_rewritten(loss, inner=inner)(h, w)
     assert report.num_fused == 1
     assert loss is maps or "gradients in the forward" in report.details()
     torch.testing.assert_close(total, loss(h, w))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.compiling import compile_rewritten
 from tests.support.interpreter import INTERPRETED, inside, outside, quiet
 from torch_streamkl import attention_kl, linear_kl, row_program
 from torch_streamkl.runtime.devices import matmul_precision
@@ -40,11 +41,9 @@ def _inputs(*shape: int) -> list[Tensor]:
 
 
 def _compare_compiled(inner: str) -> None:
-    options = {"streamkl.inner": inner, "streamkl.min_mib": 0, "streamkl.strict": True}
     for loss, shape in LOSSES.items():
-        torch._dynamo.reset()
         inputs = _inputs(*shape)
-        step = torch.compile(loss, backend="streamkl", options=options)
+        step = compile_rewritten(loss, inner=inner, strict=True)
         for function in (step, loss):
             function(*inputs).backward()
         compiled, expected = step(*inputs), loss(*inputs)

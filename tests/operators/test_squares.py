@@ -28,7 +28,6 @@ def _truth(text: str, t: Tensor, s: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_gradients_are_those_of_autograd(text: str) -> None:
-    torch.manual_seed(0)
     t, s = (torch.randn(3, 9, dtype=torch.float64).requires_grad_() for _ in range(2))
     p, q = t.softmax(-1), s.softmax(-1)
     value = eval(text, {"P": p, "S": q}).sum(-1)
@@ -80,7 +79,6 @@ def test_running_sums(text: str, near: bool, split: int) -> None:
     """Maxima that move by hundreds, keys that are gone, a student next to its teacher."""
     from torch_streamkl.kernels.arguments import Config, SideConfig
 
-    torch.manual_seed(0)
     t = torch.randn(8, 64) * torch.tensor([1.0, 1, 1, 30, 30, 300, 1, 1])[:, None]
     s = t + 1e-3 * torch.randn(8, 64) if near else torch.randn(8, 64) * 10
     for x in (t, s):
@@ -108,7 +106,6 @@ def test_on_hopper(form: str, near: float | None) -> None:
 
     A probability has 22 bits, also where a difference of two is 0.
     """
-    torch.manual_seed(0)
     rows, keys = {"short": (193, 70), "wide": (2500, 2500)}.get(form, (1100, 1331))
     heads, dim = 4, 64 if form == "lengths" else 128
     shapes = [(2, heads, rows, dim), (2, 2, keys, dim)]

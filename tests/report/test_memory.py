@@ -8,6 +8,7 @@ from torch import nn
 import torch_streamkl
 from tests.report.test_report_says import HEADS, explained
 from tests.support.allocations import measure
+from tests.support.compiling import compile_rewritten
 from tests.support.losses import kd
 from tests.support.user_losses import USER_LOSSES
 
@@ -153,10 +154,9 @@ class Model(nn.Module):
 
 
 def report_of(fn, *args):
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()  # of graph breaks
     with torch_streamkl.reports() as report:
-        torch.compile(fn, backend="streamkl", options={"streamkl.inner": "eager"})(*args)
+        compile_rewritten(fn)(*args)
     return report
 
 

@@ -9,6 +9,7 @@ import expecttest
 import torch
 
 import torch_streamkl
+from tests.support.compiling import compile_rewritten
 from tests.support.user_losses import USER_LOSSES
 from torch_streamkl.fx_passes.reporting import artifact
 from torch_streamkl.fx_passes.reporting.report import (
@@ -24,8 +25,6 @@ from torch_streamkl.fx_passes.reporting.text import (
     fused_text,
     headline,
 )
-
-EAGER = {"streamkl.inner": "eager"}
 
 
 def explained(name, min_mib=0.0):
@@ -309,9 +308,7 @@ def test_what_was_not_analysed_is_not_known():
         assert said.startswith("streamkl: no graph was analysed")
         assert NOTHING_REMAINS not in said
     with torch_streamkl.reports() as outer, torch_streamkl.reports() as inner:
-        torch.compile(torch.sin, backend="streamkl", options=EAGER)(
-            torch.randn(3)
-        )  # a graph without a loss
+        compile_rewritten(torch.sin)(torch.randn(3))  # a graph without a loss
     for report in (outer, inner):
         assert report.num_graphs == 1 and NOTHING_LARGE in str(report)
 

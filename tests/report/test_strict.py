@@ -5,16 +5,15 @@ import torch
 import torch.nn.functional as F
 
 import tests.support.more_user_losses  # noqa: F401  # adds to USER_LOSSES
-from tests.report.test_report_says import OPTIONS, sorted_in_a_checkpoint
+from tests.report.test_report_says import sorted_in_a_checkpoint
+from tests.support.compiling import compile_rewritten
 from tests.support.user_losses import USER_LOSSES
 from torch_streamkl.fx_passes import backend
 
 
 def error_of(fn, inputs, **options):
-    torch._dynamo.reset()
-    given = {**OPTIONS, "streamkl.strict": True, **options}
     try:
-        torch.compile(fn, backend="streamkl", options=given)(*inputs)
+        compile_rewritten(fn, strict=True, **options)(*inputs)
     except backend.UnfusedError as error:
         return str(error)
     return ""
@@ -87,7 +86,7 @@ def test_attention_compares_nothing(name):
 def test_strict_accepts_what_is_skipped():
     inputs = USER_LOSSES["reverse_kl"].inputs()
     for name in ("reverse_kl", "acceptance"):
-        assert not error_of(USER_LOSSES[name].fn, inputs, **{"streamkl.min_mib": 4096})
+        assert not error_of(USER_LOSSES[name].fn, inputs, min_mib=4096)
 
 
 def test_strict_counts_a_failed_analysis(monkeypatch):

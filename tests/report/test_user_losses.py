@@ -12,6 +12,7 @@ import torch_streamkl
 from tests.corpus.naive_losses import BY_NAME
 from tests.support.allocations import Allocations, measure
 from tests.support.comparing import compare
+from tests.support.compiling import compile_rewritten
 from tests.support.covering import every
 from tests.support.losses import kd
 from tests.support.user_losses import USER_LOSSES
@@ -117,8 +118,7 @@ def test_inputs_have_the_names_of_the_users_code():
         options = {"streamkl.inner": "eager"}
         explained = torch_streamkl.explain(fn, *args, options=options)
         with torch_streamkl.reports() as compiled:
-            torch._dynamo.reset()
-            torch.compile(fn, backend="streamkl", options=options)(*args)
+            compile_rewritten(fn)(*args)
         for report in (explained, compiled):
             (site,) = report.sites
             assert all(name in site.roles for name in names), site.roles

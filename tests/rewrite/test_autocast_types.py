@@ -4,20 +4,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.compiling import compile_rewritten
 from tests.support.covering import every
 from tests.support.losses import kd as divergence
 from torch_streamkl.fx_passes import backend
-
-OPTIONS = {"streamkl.verify": "never", "streamkl.inner": "aot_eager"}
 
 
 def run(step):
     """The value and gradients in eager mode and compiled."""
     results = []
     inputs = [torch.randn(2, 3, n, 4, requires_grad=i < 2) for i, n in enumerate((5, 7, 5, 7))]
-    torch._dynamo.reset()
     with backend.collected() as report:
-        for fn in (step, torch.compile(step, backend="streamkl", options=OPTIONS)):
+        for fn in (step, compile_rewritten(step, inner="aot_eager", verify="never")):
             value = fn(*inputs)
             gradients = torch.autograd.grad(value.float().sum(), inputs[:2])
             results.append([value.detach(), *gradients])

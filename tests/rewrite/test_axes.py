@@ -329,8 +329,7 @@ def test_positions_around_one_that_is_known(name, places):
         return elements(s, t).sum(-1)
 
     given = [torch.randn(2, 3, 5, 4, requires_grad=i < 2) for i in range(4)]
-    options = {"streamkl.verify": "never"}
-    outcome = compare(loss, [*given, *map(torch.tensor, places)], options=options).check()
+    outcome = compare(loss, [*given, *map(torch.tensor, places)], verify="never").check()
     assert outcome.num_fused == 1, outcome.report
 
 

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.comparing import compare
+from tests.support.compiling import compile_rewritten
 from tests.support.losses import kd
 from tests.support.named_inputs import given
 from torch_streamkl.fx_passes import backend
 
 of_scores = given("q k r u", {"s t": lambda q, k, r, u: (q @ k.mT, r @ u.mT)})
-UNCHECKED = {"streamkl.verify": "never"}
 
 
 def inputs(dtype=torch.float32, n=24, m=32):
@@ -59,9 +59,9 @@ def sums_with_a_type(s, t):
 
 @pytest.mark.parametrize("loss", [softmaxes_with_a_type, sums_with_a_type])
 def test_scores_are_rounded_before_what_has_a_narrower_type(loss):
-    outcome = compare(loss, inputs(torch.float64), options=UNCHECKED)
+    outcome = compare(loss, inputs(torch.float64), verify="never")
     assert outcome.num_fused == 0
-    assert compare(loss, inputs(), options=UNCHECKED).check().num_fused
+    assert compare(loss, inputs(), verify="never").check().num_fused
     for ours, eager in zip(outcome.compiled.tensors(), outcome.eager.tensors(), strict=True):
         torch.testing.assert_close(ours, eager)
 
@@ -117,7 +117,7 @@ def test_numbers_made_of_integers_are_as_wide_as_the_scores(name):
 
     torch.set_default_dtype(torch.bfloat16)
     try:
-        outcome = compare(loss, inputs(torch.float64, 6, 6), options=UNCHECKED)
+        outcome = compare(loss, inputs(torch.float64, 6, 6), verify="never")
     finally:
         torch.set_default_dtype(torch.float32)
     assert outcome.num_fused == 1, outcome.report
@@ -133,7 +133,7 @@ def test_a_mask_of_float64_keeps_the_digits_of_scores_of_float32():
         keep = torch.arange(24)[:, None] == torch.arange(5, 37)
         return kd(s, t + (1 - keep.double()) * -1e4)
 
-    outcome = compare(loss, inputs(), options={"streamkl.verify": "never"}).check()
+    outcome = compare(loss, inputs(), verify="never").check()
     assert outcome.num_fused == 0
     assert "scores become float64" in str(outcome.report)
 
@@ -158,10 +158,8 @@ def test_given_tensors_are_computed_with_in_float32(name, dtype):
 
     torch.manual_seed(0)
     x, w, z = torch.randn(5, 4), torch.randn(11, 4), (torch.randn(5, 11) * 4).to(dtype)
-    torch._dynamo.reset()
-    options = {"streamkl.verify": "never", "streamkl.inner": "eager", "streamkl.min_mib": 0.0}
     with backend.collected() as report:
-        found = torch.compile(loss, backend="streamkl", options=options)(x, w, z)
+        found = compile_rewritten(loss, verify="never")(x, w, z)
     assert report.num_fused == 1, report
     torch.testing.assert_close(found, loss(x, w, z))
 
@@ -178,10 +176,8 @@ def test_given_tensors_are_computed_with_in_float64(dtype):
     torch.manual_seed(0)
     x, w = (torch.randn(n, 4, dtype=torch.float64) for n in (5, 11))
     z = torch.randn(5, 11).to(dtype)
-    torch._dynamo.reset()
-    options = {"streamkl.verify": "never", "streamkl.inner": "eager", "streamkl.min_mib": 0.0}
     with backend.collected() as report:
-        found = torch.compile(loss, backend="streamkl", options=options)(x, w, z)
+        found = compile_rewritten(loss, verify="never")(x, w, z)
     assert report.num_fused == 1, report
     torch.testing.assert_close(found, loss(x, w, z), rtol=1e-12, atol=1e-12)
 
@@ -205,8 +201,4 @@ def test_positions_are_rounded_next_to_floating_point_numbers(name, rows):
 
     torch.manual_seed(0)
     x, w = (torch.randn(n, 4, dtype=torch.float64) for n in (rows, 11))
-    torch._dynamo.reset()
-    options = {"streamkl.verify": "never", "streamkl.inner": "eager", "streamkl.min_mib": 0.0}
-    torch.testing.assert_close(
-        torch.compile(loss, backend="streamkl", options=options)(x, w), loss(x, w)
-    )
+    torch.testing.assert_close(compile_rewritten(loss, verify="never")(x, w), loss(x, w))

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.compiling import compile_rewritten
 from torch_streamkl.fx_passes import backend
 
 SMALL = 1e-6  # next to 1 it has one digit left in float32
@@ -66,10 +67,8 @@ def _judge(program, inputs, within=4):
         rows = fn(*given)
         return [rows.detach(), *torch.autograd.grad(rows.sum(), given[:2])]
 
-    torch._dynamo.reset()
-    options = {"streamkl.verify": "never", "streamkl.inner": "eager", "streamkl.min_mib": 0.0}
     with backend.collected() as report:
-        found = run(torch.compile(program, backend="streamkl", options=options), torch.float32)
+        found = run(compile_rewritten(program, verify="never"), torch.float32)
     assert report.num_fused == 1, str(report)
     eager = run(program, torch.float32)
     for x, near, exact in zip(found, eager, run(program, torch.float64), strict=True):

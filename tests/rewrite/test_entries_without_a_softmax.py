@@ -8,13 +8,13 @@ import torch.nn.functional as F
 
 import torch_streamkl
 from tests.support.comparing import compare, is_exact_in_float64
+from tests.support.compiling import compile_rewritten
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.validation import check
 from torch_streamkl.fx_passes.validation.check import FAILED, PASSED
 from torch_streamkl.topk import sparse
 
 BATCH, TOKENS, WIDTH, VOCAB, IDS = 2, 37, 16, 203, 5
-OPTIONS = {"streamkl.min_mib": 0.0}
 
 
 def squares(s, ids, values):
@@ -81,12 +81,10 @@ def _step(loss):
 def test_they_keep_no_logits(loss, kind, is_dynamic):
     if loss is of_a_cosine and kind == "extreme":
         pytest.skip("a quotient of large numbers")
-    outcome = compare(_step(loss), _inputs(kind), options=OPTIONS, dynamic=is_dynamic)
-    outcome.check()
-    assert outcome.num_fused == len(outcome.report.sites) > 0, str(outcome.report)
-    if loss is not beside_a_divergence:  # whose teacher is a tensor
-        assert outcome.kinds == {"entry_logits"}
-        assert outcome.report.num_remaining == 0, outcome.report.details()
+    is_alone = loss is not beside_a_divergence  # whose teacher is a tensor
+    outcome = compare(_step(loss), _inputs(kind), dynamic=is_dynamic)
+    outcome.check_fused(remaining=0 if is_alone else None)
+    assert not is_alone or outcome.kinds == {"entry_logits"}
 
 
 @pytest.mark.parametrize("loss", ALONE, ids=lambda f: f.__name__)
@@ -96,9 +94,7 @@ def test_they_are_exact_in_float64(loss):
 
 @pytest.mark.parametrize("loss", [squares, returned])
 def test_bfloat16(loss):
-    outcome = compare(_step(loss), _inputs(dtype=torch.bfloat16), options=OPTIONS)
-    outcome.check()
-    assert outcome.num_fused == 1, str(outcome.report)
+    compare(_step(loss), _inputs(dtype=torch.bfloat16)).check_fused(1)
 
 
 def hidden_entries(s, ids, values):
@@ -117,7 +113,7 @@ def hidden_entries_without_a_gradient(s, ids, values):
 @pytest.mark.parametrize("loss", [hidden_entries, hidden_entries_without_a_gradient])
 def test_a_check_hides_entries_as_the_code_does(loss):
     """By a number, as a row program's: the code would give NaN."""
-    report = torch_streamkl.explain(_step(loss), *_inputs(), options=OPTIONS)
+    report = torch_streamkl.explain(_step(loss), *_inputs())
     (site,) = report.sites
     assert site.fused and site.check == PASSED, report
     assert site.runs == "in plain torch"
@@ -129,7 +125,7 @@ def test_a_check_of_hidden_entries_finds_mistakes(monkeypatch):
     shift = 0.1 * torch.arange(IDS)
     monkeypatch.setattr(sparse, "logits_of", lambda *given: logits_of(*given) + shift)
     monkeypatch.setattr(check, "passed_before", lambda *given: False)  # by another process
-    report = torch_streamkl.explain(_step(hidden_entries), *_inputs(), options=OPTIONS)
+    report = torch_streamkl.explain(_step(hidden_entries), *_inputs())
     assert not report.num_fused and FAILED in report.sites[0].reason, report
 
 
@@ -154,16 +150,14 @@ def of_tokens(s, ids, values):
 
 @pytest.mark.parametrize("loss", [many_ids, read_as_a_whole, of_the_largest, of_tokens])
 def test_others_are_left_alone(loss):
-    outcome = compare(_step(loss), _inputs(), options=OPTIONS)
-    outcome.check()
+    outcome = compare(_step(loss), _inputs()).check()
     assert outcome.num_fused == 0, str(outcome.report)
 
 
 def test_ids_out_of_range_raise_as_in_eager_code():
     h, w, ids, values = _inputs()
     ids[0, 0, 0] = VOCAB
-    torch._dynamo.reset()
-    step = torch.compile(_step(squares), backend="streamkl", options=OPTIONS)
+    step = compile_rewritten(_step(squares), inner="inductor")
     with backend.collected() as report, pytest.raises((RuntimeError, IndexError)):
         step(h, w, ids, values)
     assert report.num_fused == 1
@@ -190,6 +184,4 @@ def place_alone(s, ids, values):
 )
 def test_the_largest_entry_is_found_by_the_users_code(loss, dtype):
     """No program has the place of the largest of some ids, and its analysis does not fail."""
-    outcome = compare(_step(loss), _inputs("repeated", dtype), options=OPTIONS)
-    outcome.check()
-    assert outcome.num_fused == len(outcome.report.sites) > 0, str(outcome.report)
+    compare(_step(loss), _inputs("repeated", dtype)).check_fused(remaining=None)

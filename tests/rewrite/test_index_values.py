@@ -159,8 +159,7 @@ def test_a_bias_by_relative_positions(is_trained, dynamic):
         return rows_of_kl(q @ k.mT + bias, r @ u.mT)
 
     table = torch.randn(9, 2, requires_grad=is_trained)
-    options = {"streamkl.min_mib": 0.0}
-    outcome = compare(loss, [*of_two_samples(), table], dynamic=dynamic, options=options).check()
+    outcome = compare(loss, [*of_two_samples(), table], dynamic=dynamic).check()
     assert outcome.num_fused == 1, str(outcome.report)
 
 
@@ -174,5 +173,5 @@ def test_scores_gathered_by_relative_positions():
 
     given = [torch.randn(2, 2, N, 8, requires_grad=i < 2) for i in range(4)]
     given.append(torch.randn(1, 2, N, 8))  # as many places as keys
-    outcome = compare(loss, given, options={"streamkl.min_mib": 0.0}).check()
+    outcome = compare(loss, given).check()
     assert outcome.reasons == ["scores are gathered at relative positions"]

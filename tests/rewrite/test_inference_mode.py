@@ -85,12 +85,11 @@ def of_heads(loss, q, k, r, s):
 )
 def test_the_value_is_eagers(place, name):
     inputs = [torch.randn(2, 3, n, 4, requires_grad=i < 2) for i, n in enumerate((5, 7, 5, 7))]
-    options = {"streamkl.verify": "never"}
     outcome = compare(
         lambda *given: place(LOSSES[name], *given),
         inputs,
         inner="aot_eager",
-        options=options,
+        verify="never",
         largest_score=8.0,
     ).check()
     if place is a_teacher:

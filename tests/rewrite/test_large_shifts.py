@@ -15,7 +15,6 @@ from tests.support.losses import kd
 from tests.support.named_inputs import given
 
 LOWEST = torch.finfo(torch.float64).min
-OPTIONS = {"streamkl.verify": "never"}
 # s, t: scores; m: 1 and 0 by key; r: values per row, some of them large
 of_scores = given("h w ht wt m r", {"s t": lambda h, w, ht, wt: (h @ w.T, ht @ wt.T)})
 
@@ -131,7 +130,7 @@ def test_what_is_added_to_scores_is_as_large_as_eager_has_it(name):
     r = torch.tensor([0.0, -1e14, 0.0, LOWEST / 4, 2.0, -1e5], dtype=torch.float64)[:, None]
     inputs = [*heads((6, 5), (9, 5), (6, 3), (9, 3)), m, r]
     program = of_scores((PROGRAMS | TAKEN_AWAY)[name])
-    outcome = compare(program, inputs, options=OPTIONS, largest_score=8.0).check()
+    outcome = compare(program, inputs, verify="never", largest_score=8.0).check()
     assert outcome.num_fused or name in TAKEN_AWAY, outcome.report
 
 
@@ -161,5 +160,5 @@ def last_entries_of_symbolic_size_removed(h, w):
 )
 def test_numbers_of_heads(program, tokens, dynamic, fused):
     given = heads((tokens, 5), (7, 5))
-    outcome = compare(program, given, options=OPTIONS, dynamic=dynamic, largest_score=8.0).check()
+    outcome = compare(program, given, verify="never", dynamic=dynamic, largest_score=8.0).check()
     assert fused is None or bool(outcome.num_fused) == fused, outcome.report

@@ -92,16 +92,9 @@ OF_STUDENTS = {
 }
 
 
-def fused_completely(program, inputs):
-    outcome = compare(program, inputs).check()
-    report = outcome.report
-    assert outcome.num_fused and outcome.num_fused == len(report.sites), str(report)
-    assert report.num_remaining == 0, str(report)
-
-
 @pytest.mark.parametrize("name", [*every(2, OF_LOGITS), *OF_STUDENTS])
 def test_of_logits(name):
-    fused_completely(of_logits((OF_LOGITS | OF_STUDENTS)[name]), lm_heads())
+    compare(of_logits((OF_LOGITS | OF_STUDENTS)[name]), lm_heads()).check_fused()
 
 
 def certain_tokens(log_p, log_q, weighted):
@@ -144,4 +137,4 @@ def test_several_entries_of_a_cached_teacher():
 
     given = lm_heads()
     given[5][:, 1] = given[5][:, 0]
-    fused_completely(program, given)
+    compare(program, given).check_fused()

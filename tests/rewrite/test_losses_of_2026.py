@@ -10,7 +10,7 @@ from tests.support.comparing import compare
 from tests.support.covering import only
 from tests.support.match_programs import matches_of
 from tests.support.of_2026 import LOSSES
-from tests.support.of_2026.registry import ATTENTION, EAGER, LINEAR, OPTIONS, ROW
+from tests.support.of_2026.registry import ATTENTION, EAGER, LINEAR, ROW
 from tests.support.read_programs import Case, examine
 from tests.support.row_forms import made_of
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
@@ -86,7 +86,7 @@ def test_compiled_results_are_eagers(name):
     """None is wrong, and none is silent: what stays has a reason; whole losses leave nothing."""
     loss = LOSSES[name]
     with torch._dynamo.config.patch(CAPTURE):
-        outcome = compare(loss.fn, loss.inputs(), options=OPTIONS, largest_score=50.0).check()
+        outcome = compare(loss.fn, loss.inputs(), largest_score=50.0).check()
     report = outcome.report
     if loss.is_whole:
         assert report.num_fused, report.details()

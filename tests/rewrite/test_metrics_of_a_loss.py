@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torch_streamkl
 from tests.support.comparing import compare
+from tests.support.compiling import compile_rewritten
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.closed_forms import row_maxima
 from torch_streamkl.fx_passes.fx_utils.mutation import has_effect
@@ -230,12 +231,8 @@ CONFIDENCES = {
 @pytest.mark.parametrize("loss", CONFIDENCES, ids=lambda f: f.__name__)
 def test_the_largest_probability_of_a_row(loss):
     inputs = [torch.randn(n, requires_grad=i < 2) * 0.3 for i, n in enumerate(SIZES)]
-    outcome = compare(
-        lambda h, w, th, tw: loss(h @ w.T, th @ tw.T), inputs, options={"streamkl.min_mib": 0.0}
-    )
-    outcome.check()
-    assert outcome.num_fused == len(outcome.report.sites) > 0, str(outcome.report)
-    assert outcome.report.num_remaining == CONFIDENCES[loss], outcome.report.details()
+    outcome = compare(lambda h, w, th, tw: loss(h @ w.T, th @ tw.T), inputs)
+    outcome.check_fused(remaining=CONFIDENCES[loss])
 
 
 @pytest.mark.parametrize("is_masked", [False, True])
@@ -273,10 +270,8 @@ def test_metrics_that_nothing_reads_keep_no_scores(draws):
 
     sizes = (TOKENS, WIDTH), (VOCAB, WIDTH)
     inputs = [torch.randn(n, dtype=torch.float64, requires_grad=True) for n in sizes]
-    torch._dynamo.reset()
     with torch_streamkl.reports() as report, torch.random.fork_rng():
-        options = {"streamkl.inner": "eager", "streamkl.min_mib": 0}
-        compiled = torch.compile(step, backend="streamkl", options=options)
+        compiled = compile_rewritten(step)
         found = [f(*inputs) for f in (compiled, step) if torch.manual_seed(0)]
     torch.testing.assert_close(*found)
     assert report.num_fused == 1 - draws, report

@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.comparing import compare
+from tests.support.compiling import compile_rewritten
 from tests.support.covering import every
 from tests.support.losses import rows_of_kl as kl_of_logs
 from torch_streamkl import explain
@@ -101,10 +102,8 @@ def program(rows, read, fill):
 def rewritten(rows, read, fill):
     """How many sites are fused, and the reason where none is; the numbers are eager's."""
     step = program(rows, read, fill)
-    torch._dynamo.reset()
     with backend.collected() as report:
-        options = {"streamkl.inner": "eager", "streamkl.verify": "never"}
-        compiled = torch.compile(step, backend="streamkl", options=options)
+        compiled = compile_rewritten(step, verify="never")
         torch.testing.assert_close(compiled(*maps()), step(*maps()), equal_nan=True)
     return report.num_fused, " ".join(site.reason for site in report.sites)
 
@@ -185,7 +184,7 @@ def test_a_comparison_inside_of_a_program_reads_nan(learns):
     shapes = ((6, 5), (12, 5), (6, 3), (12, 3))
     inputs = [torch.randn(*n, dtype=torch.float64) for n in shapes]
     inputs[3].requires_grad_(learns)
-    outcome = compare(step, inputs, options={"streamkl.verify": "never"}).check()
+    outcome = compare(step, inputs, verify="never").check()
     assert outcome.num_fused == 0
 
 
@@ -213,7 +212,7 @@ def test_a_clipped_ratio_next_to_an_entropy(entropy):
         clipped = torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
         return -(clipped + 0.01 * entropy(z)).mean(), (ratio > 1.2).float().mean()
 
-    outcome = compare(step, policy_inputs(), options={"streamkl.verify": "never"}).check()
+    outcome = compare(step, policy_inputs(), verify="never").check()
     assert outcome.num_fused > 1, outcome.report
     assert not outcome.reasons and not outcome.report.remaining
 
@@ -224,6 +223,6 @@ def test_a_comparison_of_one_sum_keeps_all_of_its_program():
         p_z = (z.softmax(-1) * z).sum(-1)
         return torch.where(z.logsumexp(-1) > 1.0, p_z, advantages).sum()
 
-    outcome = compare(step, policy_inputs(), options={"streamkl.verify": "never"}).check()
+    outcome = compare(step, policy_inputs(), verify="never").check()
     assert outcome.num_fused == 0
     assert "gt reads the sum" in outcome.report.sites[0].reason

@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.comparing import compare
+from tests.support.compiling import compile_rewritten
+from tests.support.losses import elements_of_kl
 from tests.support.losses import rows_of_kl as rows
 from tests.support.table import Table
 from torch_streamkl.fx_passes.planning.profitability import why_ids_are_left
 from torch_streamkl.program.graph import Axis
 from torch_streamkl.rows.program import COLUMNS
-
-WITHOUT_CHECK = {"streamkl.verify": "never", "streamkl.min_mib": 0.0}
 
 
 def tensors(*shapes):
@@ -35,9 +35,7 @@ def heads():
 
 
 def fresh(step, inner="aot_eager", **options):
-    torch._dynamo.reset()
-    options = {"streamkl.inner": inner, **WITHOUT_CHECK, **options}
-    return torch.compile(step, backend="streamkl", options=options)
+    return compile_rewritten(step, inner=inner, verify="never", **options)
 
 
 HEADS = Table("h w ht wt m c", {"s t": lambda h, w, ht, wt: (h @ w.T, ht @ wt.T)}, sites=1)
@@ -105,7 +103,7 @@ def out_without_gradient(s, t, m):
 
 @HEADS.parametrized()
 def test_heads(row):
-    outcome = compare(row.program, heads(), inner="aot_eager", options=WITHOUT_CHECK).check()
+    outcome = compare(row.program, heads(), inner="aot_eager", verify="never").check()
     assert row.sites in (None, outcome.num_fused), str(outcome.report)
 
 
@@ -125,11 +123,7 @@ def by_einsum(q, k):
 
 
 LAYOUTS = {
-    "view with keepdim": lambda s, t: (
-        F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none")
-        .sum(-1, keepdim=True)
-        .view(2, 10)
-    ),
+    "view with keepdim": lambda s, t: elements_of_kl(s, t).sum(-1, keepdim=True).view(2, 10),
     "view": lambda s, t: rows(s, t).view(-1),
     "permuted": lambda s, t: rows(s.permute(2, 1, 0, 3), t.permute(2, 1, 0, 3)).sum(0),
     "as_strided": lambda s, t: rows(s, t).as_strided((3,), (2,)),
@@ -148,7 +142,7 @@ MAPS.each({f"{name}, dynamic": x for name, x in LAYOUTS.items()}, step=2, dynami
 
 def test_strides_of_an_output():
     step = MAPS.of_inputs(lambda q, k, qt, kt: rows(by_einsum(q, k), by_einsum(qt, kt)))
-    compiled = fresh(step, **{"streamkl.strict": True})
+    compiled = fresh(step, strict=True)
     assert compiled(*maps()).stride() == step(*maps()).stride()
 
 
@@ -219,7 +213,7 @@ def test_gradient_of_a_maximum(where):
             MAXIMA[where](s, largest, largest.detach()), t.softmax(-1), reduction="sum"
         )
 
-    outcome = compare(program, maps(), options=WITHOUT_CHECK).check()
+    outcome = compare(program, maps(), verify="never").check()
     assert outcome.num_fused == 1, str(outcome.report)
     assert outcome.report.num_remaining == (where not in ("in both", "in neither"))
 
@@ -241,7 +235,7 @@ def heads_of_nothing(q, k, t):
 
 @MAPS.parametrized()
 def test_maps(row):
-    options = {"inner": "aot_eager", "options": WITHOUT_CHECK, "dynamic": row.dynamic}
+    options = {"inner": "aot_eager", "verify": "never", "dynamic": row.dynamic}
     outcome = compare(row.program, maps(), **options).check()
     assert row.sites in (None, outcome.num_fused), str(outcome.report)
 
@@ -293,9 +287,7 @@ def test_a_factor_that_is_infinite_inside_of_a_sum():
 @pytest.mark.parametrize("num_tokens", [0, 1])
 def test_no_token(num_tokens):
     inputs = tensors((num_tokens, 4), (12, 4), (num_tokens, 5), (12, 5))
-    outcome = compare(
-        lambda h, w, ht, wt: rows(h @ w.T, ht @ wt.T).sum(), inputs, options=WITHOUT_CHECK
-    )
+    outcome = compare(lambda h, w, ht, wt: rows(h @ w.T, ht @ wt.T).sum(), inputs, verify="never")
     assert outcome.check().num_fused == num_tokens, str(outcome.report)
     if not num_tokens:
         assert outcome.reasons == ["the scores have a dimension without entries"]
@@ -318,7 +310,7 @@ def test_gradients_beside_labels_that_are_ignored(guard, num_labels):
         return rows(z, ht @ wt.T).sum() + guard(F.cross_entropy(z, labels))
 
     results = []
-    for run in (step, fresh(step, **{"streamkl.strict": True})):
+    for run in (step, fresh(step, strict=True)):
         value = run(*given)
         results.append([value, *torch.autograd.grad(value, given[:2])])
     for got, want in zip(results[1], results[0], strict=True):
@@ -350,7 +342,7 @@ def test_a_function_of_a_probability_that_underflows(name, by):
     scores = inputs[2] @ inputs[3].mT
     assert scores.softmax(-1).min() == 0.0
     largest = float(scores.abs().max())
-    outcome = compare(loss, inputs, options=WITHOUT_CHECK, largest_score=largest)
+    outcome = compare(loss, inputs, verify="never", largest_score=largest)
     assert outcome.compiled.outputs[0].isfinite()
     assert outcome.check().num_fused == 1, str(outcome.report)
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support import quick
+from tests.support.compiling import compile_rewritten
 from torch_streamkl import inductor_options
 from torch_streamkl.fx_passes.backend import collected
 from torch_streamkl.fx_passes.planning import profitability
@@ -30,10 +31,7 @@ def report_of(
     seqlen=32,
     **options,
 ):
-    torch._dynamo.reset()
-    given = {f"streamkl.{name}": value for name, value in options.items()}
-    given |= {"streamkl.inner": "eager", "streamkl.strict": True}
-    compiled = torch.compile(function, backend="streamkl", dynamic=dynamic, options=given)
+    compiled = compile_rewritten(function, dynamic=dynamic, strict=True, **options)
     inputs = tensors(seqlen)
     with collected() as report:
         value = compiled(*inputs)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.comparing import compare
+from tests.support.compiling import compile_rewritten
 from torch_streamkl.fx_passes import backend
 
 TOKENS = {"of a batch": (2, 5), "of one sequence": (6,), "one": (1,)}
@@ -45,9 +46,8 @@ def test_made_without_gradients_and_multiplied_by_a_weight_that_learns(where, to
             value = rows(*logits(h, w, ht, wt))
         return value.mul_(weight) if where == "inside" else value
 
-    torch._dynamo.reset()
     given = make_inputs(TOKENS[tokens], torch.float64)
-    compiled = torch.compile(loss, backend="streamkl", options={"streamkl.inner": inner})
+    compiled = compile_rewritten(loss, inner=inner)
     with backend.collected() as report:
         value = compiled(*given)
     assert report.num_fused and not report.failures, str(report)
@@ -70,8 +70,8 @@ def test_detached_in_place(tokens, reduction):
             value = value.sum() / len(value)
         return value.detach_() * weight + s.mean()
 
-    options = {"streamkl.verify": "never"}  # which takes it for a gradient that was lost
-    outcome = compare(loss, make_inputs(TOKENS[tokens]), options=options).check()
+    # the check takes it for a gradient that was lost
+    outcome = compare(loss, make_inputs(TOKENS[tokens]), verify="never").check()
     assert outcome.num_fused
 
 

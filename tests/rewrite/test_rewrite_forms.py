@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import nn, special
 
 from tests.support.comparing import compare
+from tests.support.compiling import compile_rewritten
 from tests.support.covering import every
-from tests.support.losses import kd, rows_of_kl
+from tests.support.losses import elements_of_kl, kd, rows_of_kl
 from tests.support.programs import (
     CALLS,
     GRADIENTS,
@@ -30,10 +31,7 @@ slow = pytest.mark.slow
 
 def fused(program, inputs, **options):
     """Compare, and require that every site fused and nothing of queries x keys is left."""
-    outcome = compare(program, inputs, **options).check()
-    assert outcome.num_fused == len(outcome.report.sites) > 0, str(outcome.report)
-    assert outcome.report.num_remaining == 0, str(outcome.report)
-    return outcome
+    return compare(program, inputs, **options).check_fused()
 
 
 # -------------------- one dimension of choice at a time
@@ -116,9 +114,7 @@ def test_dynamic_shapes(mask, producer):
 
 def test_one_dynamic_graph_serves_other_lengths():
     program = Program(mask="tril_min")
-    torch._dynamo.reset()
-    options = {"streamkl.inner": "eager"}
-    compiled = torch.compile(program, backend="streamkl", dynamic=True, options=options)
+    compiled = compile_rewritten(program, dynamic=True)
     for n in (7, 16, 33):
         given = program.inputs(seed=n, num_queries=n)
         torch.testing.assert_close(compiled(*given), program(*given))
@@ -182,8 +178,7 @@ STRICTER = {
 def test_sum_over_the_keys_of_the_stricter_side(mask, form, gradient, dtype, dynamic):
     program = functools.partial(within_the_student_s_keys, form, *STRICTER[mask])
     inputs = Program(gradient=gradient).inputs(dtype=dtype)
-    outcome = compare(program, inputs, dynamic=dynamic).check()
-    assert outcome.num_fused == len(outcome.report.sites) == 1, str(outcome.report)
+    outcome = compare(program, inputs, dynamic=dynamic).check_fused(1, remaining=None)
     # the count of rows is the user's own: it makes its mask of queries x keys
     assert outcome.report.num_remaining <= 1, str(outcome.report)
 
@@ -242,7 +237,7 @@ def sizes_of_queries_and_keys_differ(sq, sk, tq, tk):
     n, m = sq.shape[2], sk.shape[2]
     keep = torch.ones(n, m, dtype=torch.bool).tril(m - n)
     s, t = ((q @ k.mT).masked_fill(~keep, float("-inf")) for q, k in ((sq, sk), (tq, tk)))
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").nansum(-1).mean()
+    return elements_of_kl(s, t).nansum(-1).mean()
 
 
 @LOSSES()
@@ -576,14 +571,12 @@ def vocabularies_of_different_sizes(form, xs, ws, xt, wt):
 def test_losses_of_heads(row):
     bias = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1), requires_grad=True)
     given = [*hidden_inputs(), bias]
-    outcome = compare(row.program, given, inner=row.inner, dynamic=row.dynamic).check()
-    assert outcome.num_fused == len(outcome.report.sites) == row.sites, str(outcome.report)
-    assert row.remaining in (None, outcome.report.num_remaining), str(outcome.report)
+    outcome = compare(row.program, given, inner=row.inner, dynamic=row.dynamic)
+    outcome.check_fused(row.sites, row.remaining)
     assert torch.isfinite(outcome.compiled.outputs[0]).all()
 
 
 def test_modules_and_tied_embeddings():
-    torch.manual_seed(0)
     teacher = nn.Linear(TEACHER, VOCAB, bias=False).requires_grad_(False)
 
     class Distil(nn.Module):
@@ -599,10 +592,8 @@ def test_modules_and_tied_embeddings():
 
     model = Distil()
     inputs = torch.arange(2 * ROWS).view(2, ROWS) % VOCAB, torch.randn(2, ROWS, TEACHER)
-    torch._dynamo.reset()
-    options = {"streamkl.inner": "eager", "streamkl.strict": True}
     results = []
-    for run in (model, torch.compile(model, backend="streamkl", options=options)):
+    for run in (model, compile_rewritten(model, strict=True)):
         loss = run(*inputs)
         results.append((loss.detach(), *torch.autograd.grad(loss, model.embedding.weight)))
     for exact, ours in zip(*results, strict=True):

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.comparing import compare
+from tests.support.compiling import compile_rewritten
 from tests.support.table import Table
 
 BATCH, ROWS, VOCAB, DIM = 2, 7, 61, 12
-OPTIONS = {"streamkl.min_mib": 0.0, "streamkl.inner": "eager"}
 
 
 def inputs(dtype=torch.float32):
@@ -126,7 +126,7 @@ def another_loss_is_added(h, w, th, tw, mask, a):
 
 
 def is_in_forward(loss, given, **options):
-    outcome = compare(loss, given, options={"streamkl.min_mib": 0.0}, **options).check()
+    outcome = compare(loss, given, **options).check()
     assert any(site.fused for site in outcome.report.sites), outcome.report
     return any("gradients in the forward" in site.runs for site in outcome.report.sites)
 
@@ -153,7 +153,7 @@ def test_what_requires_no_gradient():
 
 def test_backward_twice():
     given = inputs()
-    loss = torch.compile(of_inputs(two_means), backend="streamkl", options=OPTIONS)(*given)
+    loss = compile_rewritten(of_inputs(two_means))(*given)
     first = torch.autograd.grad(loss, given[:2], retain_graph=True)
     kept = [x.clone() for x in first]
     second = torch.autograd.grad(loss * 3, given[:2])
@@ -293,8 +293,7 @@ def test_not_finite_where_eager_is_not(loss, change):
         given[number][place] = value
     results = []
     step = of_inputs(loss)
-    torch._dynamo.reset()
-    for run in (step, torch.compile(step, backend="streamkl", options=OPTIONS)):
+    for run in (step, compile_rewritten(step)):
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in given]
         total = run(*leaves)
         results.append([total, *torch.autograd.grad(total, leaves[:2])])

@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import torch_streamkl
+from tests.support.compiling import compile_rewritten
 from tests.support.gpus import on_a_gpu
+from tests.support.losses import elements_of_kl, kd, rows_of_kl
 from torch_streamkl.attention import direct
 from torch_streamkl.fx_passes import backend, run_without_inductor
 
@@ -38,7 +40,7 @@ def maps(sq, sk, tq, tk, mask=None):
 
 def kl(*inputs):
     s, t = maps(*inputs)
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1).mean()
+    return rows_of_kl(s, t).mean()
 
 
 def weighted(*inputs):
@@ -59,7 +61,7 @@ def two_layers(*inputs):
 
 def of_a_frozen_teacher(*inputs):
     s, t = maps(*inputs)
-    return F.kl_div(s.log_softmax(-1), t.detach().softmax(-1), reduction="batchmean")
+    return kd(s, t.detach())
 
 
 def tokens_are_second(*inputs):
@@ -206,8 +208,7 @@ def _meets(*_):
 
 
 def test_sizes_that_vary():
-    options = {**LEAST, "streamkl.inner": "eager"}
-    function = torch.compile(kl, backend="streamkl", dynamic=True, options=options)
+    function = compile_rewritten(kl, dynamic=True, strict=True)
     with backend.collected() as report:
         inputs = inputs_of()
         torch.testing.assert_close(results(function, inputs), results(kl, inputs))
@@ -275,12 +276,12 @@ def test_on_a_gpu(name, monkeypatch):
 
 def rows_of(*inputs):
     s, t = maps(*inputs)
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
+    return rows_of_kl(s, t)
 
 
 def rows_with_a_key(*inputs):
     s, t = maps(*inputs)
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1, keepdim=True)
+    return elements_of_kl(s, t).sum(-1, keepdim=True)
 
 
 def of_bits(*inputs):
@@ -331,7 +332,7 @@ def test_what_is_logged_shares_memory():
         value = kl(*inputs)
         return value, value.detach()
 
-    loss, log = torch.compile(logged, backend="streamkl", options=LEAST)(*inputs_of())
+    loss, log = compile_rewritten(logged, inner="inductor", strict=True)(*inputs_of())
     assert loss.requires_grad and not log.requires_grad
     assert loss.data_ptr() == log.data_ptr()
 
@@ -343,7 +344,7 @@ def test_views_of_inputs_are_results():
         return kl(*inputs), teacher, teacher.view(inputs[2].shape), inputs[3].view(2, 4, 9, 8)
 
     inputs = inputs_of()
-    function = torch.compile(returned, backend="streamkl", options=LEAST)
+    function = compile_rewritten(returned, inner="inductor", strict=True)
     _, teacher, view, key = function(*inputs)
     assert teacher is not view and teacher.data_ptr() == view.data_ptr()
     assert key is not inputs[3] and key._base is inputs[3]

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.comparing import compare
-from tests.support.losses import kd, rows_of_kl
+from tests.support.compiling import compile_rewritten
+from tests.support.losses import elements_of_kl, kd, rows_of_kl
 from tests.support.table import Table
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.reporting import execution
@@ -36,7 +37,7 @@ def logits(x, w, xt, wt):
 
 def judge(program, sites=None, **options):
     with torch._dynamo.config.patch(CAPTURE):
-        outcome = compare(program, inputs(), options={"streamkl.verify": "never"}, **options)
+        outcome = compare(program, inputs(), verify="never", **options)
     assert sites in (None, outcome.check().num_fused), outcome.report
     return outcome
 
@@ -64,10 +65,6 @@ def of_flat_rows(s, t, keep, select):
     return kd(select(flattened(s), index), select(flattened(t), index))
 
 
-def elements(s, t):
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none")
-
-
 def jsd(a, b):
     """torch.logsumexp of a stack breaks the graph where data decide how many rows there are."""
     mix = torch.logaddexp(a, b) - torch.tensor(2.0).log()
@@ -88,7 +85,7 @@ BY_MASK = {
         entries(s.log_softmax(-1), keep), entries(t.softmax(-1), keep), reduction="batchmean"
     ),
     "sum of a masked_select of a divergence": lambda s, t, keep: (
-        torch.masked_select(elements(s, t), keep[..., None]).sum() / keep.sum()
+        torch.masked_select(elements_of_kl(s, t), keep[..., None]).sum() / keep.sum()
     ),
     "JSD of masked_select": lambda s, t, keep: jsd(
         entries(s, keep).log_softmax(-1), entries(t, keep).log_softmax(-1)
@@ -444,9 +441,7 @@ OUT_OF_RANGE = {
 def test_positions_that_eager_refuses(name):
     """The user's own operation is applied to hidden states: it refuses the same."""
     step = FOUND.of_inputs(lambda s, t, p, each: OUT_OF_RANGE[name](s, t, p, each))
-    options = {"streamkl.inner": "eager", "streamkl.verify": "never"}
-    torch._dynamo.reset()
-    for call in (step, torch.compile(step, backend="streamkl", options=options)):
+    for call in (step, compile_rewritten(step, verify="never")):
         with pytest.raises((IndexError, RuntimeError), match="out of"):
             call(*inputs())
 

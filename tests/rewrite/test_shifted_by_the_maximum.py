@@ -10,7 +10,6 @@ import torch
 from tests.support.comparing import compare, is_exact_in_float64
 
 TOKENS, WIDTH, VOCAB = 23, 16, 101
-OPTIONS = {"streamkl.min_mib": 0.0}
 MAXIMA = {
     "max": lambda x: x.max(-1, keepdim=True).values,
     "amax": lambda x: x.amax(-1, keepdim=True),
@@ -68,11 +67,8 @@ def test_its_gradient_cancels(spelling, maximum, kind):
 
     inputs = _inputs(kind)
     is_exact_in_float64(step, inputs)
-    outcome = compare(step, [x.detach().float().requires_grad_(x.requires_grad) for x in inputs],
-                      options=OPTIONS)  # fmt: skip
-    outcome.check()
-    assert outcome.num_fused == len(outcome.report.sites) == 1, str(outcome.report)
-    assert outcome.report.num_remaining == 0, outcome.report.details()
+    inputs = [x.detach().float().requires_grad_(x.requires_grad) for x in inputs]
+    compare(step, inputs).check_fused(1)
 
 
 def once(x, maximum):
@@ -94,4 +90,4 @@ def test_elsewhere_it_has_one(spelling, maximum, kind):
         s, t = spelling(h @ w.T, MAXIMA[maximum]), (th @ tw.T).log_softmax(-1)
         return (t.exp() * (t - s)).sum(-1).mean()
 
-    is_exact_in_float64(step, _inputs(kind), **{"streamkl.verify": "never"})
+    is_exact_in_float64(step, _inputs(kind), verify="never")

@@ -70,9 +70,8 @@ def halves_beside_entropies_of_their_rows_share_a_program(s, t):
 
 @SUMS.parametrized()
 def test_sites(row):
-    make = torch.Generator().manual_seed(0)
     shapes = (6, 4), (11, 4), (6, 5), (11, 5)
-    inputs = [torch.randn(x, generator=make).requires_grad_(i < 2) for i, x in enumerate(shapes)]
+    inputs = [torch.randn(x).requires_grad_(i < 2) for i, x in enumerate(shapes)]
     report = compare(row.program, inputs).check().report
     if isinstance(row.sites, list):
         assert [(site.kind, site.form) for site in report.sites] == row.sites

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.comparing import compare
+from tests.support.compiling import compile_rewritten
 from tests.support.losses import kd, rows_of_kl
 from tests.support.table import Table
 
@@ -143,8 +144,7 @@ def test_several_steps():
                 wt.lerp_(w, 0.1)
             return loss
 
-        options = {"streamkl.inner": "aot_eager"}
-        call = torch.compile(step, backend="streamkl", options=options) if compiled else step
+        call = compile_rewritten(step, inner="aot_eager") if compiled else step
         optimizer = torch.optim.SGD([x, w], lr=0.5)
         losses = []
         for _ in range(4):

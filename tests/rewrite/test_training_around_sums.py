@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.losses import kd
+from tests.support.compiling import compile_rewritten
+from tests.support.losses import kd, rows_of_kl
 from torch_streamkl import linear_kl, row_program
 from torch_streamkl.fx_passes import backend
 
@@ -37,9 +38,7 @@ def maps(h, w, th, tw):
 
 def alike(run, loss, inner, dynamic=None):
     expected = run(loss)
-    torch._dynamo.reset()
-    options = {"streamkl.inner": inner, "streamkl.min_mib": 0.0}
-    compiled = torch.compile(loss, backend="streamkl", options=options, dynamic=dynamic)
+    compiled = compile_rewritten(loss, inner=inner, dynamic=dynamic)
     with backend.collected() as report:
         torch.testing.assert_close(run(compiled), expected)
     assert report.num_fused
@@ -98,7 +97,7 @@ def both_directions(h, w, th, tw):
 
 
 def rows(h, w, th, tw):
-    return F.kl_div((h @ w.T).log_softmax(-1), (th @ tw.T).softmax(-1), reduction="none").sum(-1)
+    return rows_of_kl(h @ w.T, th @ tw.T)
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
@@ -107,9 +106,7 @@ def rows(h, w, th, tw):
 @pytest.mark.parametrize("written", [0, 1])
 def test_a_step_between_forward_and_backward_raises(loss, inner, dynamic, written):
     """Inductor saves views as tensors of their own, which do not know of writes to the input."""
-    torch._dynamo.reset()
-    options = {"streamkl.inner": inner, "streamkl.min_mib": 0.0, "streamkl.verify": "never"}
-    compiled = torch.compile(loss, backend="streamkl", options=options, dynamic=dynamic)
+    compiled = compile_rewritten(loss, inner=inner, dynamic=dynamic, verify="never")
     for step in (loss, compiled):
         tensors = given(True, True)
         total = sum(x.sum() for x in step(*tensors))
@@ -158,10 +155,8 @@ def test_a_shared_cross_entropy_gives_its_teacher_nothing(which):
         return [total.detach(), *torch.autograd.grad(total, tensors, allow_unused=True)]
 
     expected = run(loss)
-    torch._dynamo.reset()
-    options = {"streamkl.inner": "eager", "streamkl.min_mib": 0.0}
     with backend.collected() as report:
-        found = run(torch.compile(loss, backend="streamkl", options=options))
+        found = run(compile_rewritten(loss))
     assert report.num_fused == 1, str(report)
     assert "cross-entropy at" not in report.details()
     assert (found[-1] is None) == (which == 1)

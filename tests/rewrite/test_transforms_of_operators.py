@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+from tests.support.compiling import compile_rewritten
 from tests.support.losses import rows_of_kl as _kl
 from torch_streamkl import attention_kl, linear_kl, row_program
 from torch_streamkl.fx_passes import backend
@@ -102,11 +103,9 @@ def test_the_reference_has_a_forward_mode():
 def test_programs_in_forward_mode(naive):
     x = MAPS[0] if naive is naive_maps else HEADS[0]
     expected = dual(naive, x)
-    options = {"streamkl.inner": "aot_eager", "streamkl.min_mib": 0.0}
 
     def compiled(f):
-        torch._dynamo.reset()
-        return torch.compile(f, backend="streamkl", options=options)
+        return compile_rewritten(f, inner="aot_eager")
 
     with backend.collected() as report:
         torch.testing.assert_close(dual(compiled(naive), x), expected)

@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.rewrite.test_row_program_counterexamples import judge
 from tests.support.comparing import compare
-from tests.support.misleading_programs import difference, run
-from torch_streamkl.fx_passes import backend
 
 ROWS, KEYS, WIDTH = 5, 7, 4
 APART = 30.0  # factor of both operands: some scores are 1000 apart
@@ -52,18 +51,6 @@ def operands(scale, dtype=torch.float64):
     return [(torch.randn(n, WIDTH, dtype=dtype) * s).requires_grad_(s == scale) for n, s in sizes]
 
 
-def judged(loss, inputs):
-    """The report of a program that is compiled to what eager code computes, in float64."""
-    torch._dynamo.reset()
-    options = {"streamkl.verify": "never", "streamkl.inner": "eager", "streamkl.min_mib": 0.0}
-    eager = run(loss, inputs)
-    with backend.collected() as report:
-        compiled = run(torch.compile(loss, backend="streamkl", options=options), inputs)
-    found = difference(eager, compiled)
-    assert not found, f"{found}\n{report}"
-    return report
-
-
 @pytest.mark.parametrize("quotient", QUOTIENTS.values(), ids=QUOTIENTS)
 def test_quotients_of_two_zeros(quotient):
     def loss(h, w, t, v):
@@ -73,7 +60,7 @@ def test_quotients_of_two_zeros(quotient):
     with torch.no_grad():
         for x in inputs[2:]:
             x *= APART
-    judged(loss, inputs)
+    judge(loss, inputs)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -84,7 +71,7 @@ def test_guards(guard, mask):
         p, q = (MASKS[mask](a @ b.mT, keep).softmax(-1) for a, b in ((x, w), (y, u)))
         return GUARDS[guard](p, q).nansum(-1)
 
-    judged(loss, [x.detach() for x in operands(APART)])  # eager code's gradients are NaN
+    judge(loss, [x.detach() for x in operands(APART)])  # eager code's gradients are NaN
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -95,7 +82,7 @@ def test_guards_that_change_nothing(guard, mask):
         s, t = (MASKS[mask](a @ b.mT, keep) for a, b in ((x, w), (y, u)))
         return LIMITS[guard](t.softmax(-1), t.log_softmax(-1), s.log_softmax(-1)).sum(-1)
 
-    report = judged(loss, operands(1.0))
+    report = judge(loss, operands(1.0))
     assert report.num_fused == 1 and "row_program" not in str(report), report
 
 
@@ -124,6 +111,6 @@ def test_small_numbers(name, eps, dtype):
         return of(p, q, eps).sum(-1)
 
     if dtype == torch.float64:
-        judged(loss, operands(scale))
+        judge(loss, operands(scale))
     else:
         compare(loss, [x.detach() for x in operands(scale, dtype)]).check()

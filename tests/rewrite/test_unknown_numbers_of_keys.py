@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.compiling import compile_rewritten
 from torch_streamkl.fx_passes.backend import collected
 
 # before torch 2.13, Dynamo fails at none by itself, whatever the backend
 NUMBERS = (7, 3, 1, 0) if torch.__version__ >= (2, 13) else (7, 3, 1)
-OPTIONS = {"streamkl.min_mib": 0, "streamkl.verify": "never", "streamkl.inner": "eager"}
 
 
 def with_biases(q_s, k_s, q_t, k_t):
@@ -45,13 +45,12 @@ def test_a_part_of_an_unknown_number_of_tokens():
         student, teacher = (x_s @ w_s.T)[:count], (x_t @ w_t.T)[:count]
         return kl(student.log_softmax(-1), teacher.softmax(-1)).sum()
 
-    torch.manual_seed(0)
     x_s, w_s, x_t, w_t = (torch.randn(n, 4, dtype=torch.float64) for n in (6, 9, 6, 9))
     keep = torch.tensor([True, False, True, True, False, True])
     for x in (x_s, x_t, keep):
         torch._dynamo.decorators.mark_unbacked(x, 0)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        step = torch.compile(loss, backend="streamkl", options=OPTIONS)
+        step = compile_rewritten(loss, verify="never")
         torch.testing.assert_close(step(x_s, w_s, x_t, w_t, keep), loss(x_s, w_s, x_t, w_t, keep))
 
 
@@ -64,12 +63,11 @@ def test_a_part_of_the_rows_that_a_mask_selects():
         selected = kl((x_s[keep] @ w_s.T)[:count].softmax(-1).log(), teacher.softmax(-1)).sum()
         return kl(student.log_softmax(-1), teacher.softmax(-1)).sum() + selected
 
-    torch.manual_seed(0)
     inputs = [torch.randn(n, 4, dtype=torch.float64) for n in (6, 9, 6, 9)]
     inputs.append(torch.tensor([True, False, True, True, False, True]))
     names = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
     with torch._dynamo.config.patch(dict.fromkeys(names, True)):
-        step = torch.compile(loss, backend="streamkl", options=OPTIONS)
+        step = compile_rewritten(loss, verify="never")
         torch.testing.assert_close(step(*inputs), loss(*inputs))
 
 
@@ -81,7 +79,7 @@ def kl(student, teacher):
     "loss", [with_biases, of_some_queries, with_attention_of_masked_keys], ids=lambda f: f.__name__
 )
 def test_every_number_of_keys(loss):
-    step = torch.compile(loss, backend="streamkl", options=OPTIONS)
+    step = compile_rewritten(loss, verify="never")
     with collected() as report:
         for num_keys in NUMBERS:
             torch.manual_seed(0)

@@ -16,7 +16,9 @@ from torch import fx
 
 import torch_streamkl
 from tests.support.comparing import compare
+from tests.support.compiling import compile_rewritten
 from tests.support.covering import every
+from tests.support.losses import elements_of_kl, kd, rows_of_kl
 from tests.support.plants import PLANTS, PROGRAMS, first_call, inputs_of, planted, scaled, through
 from torch_streamkl.fx_passes import backend, pipeline
 from torch_streamkl.fx_passes.fx_utils.copies import copied
@@ -80,10 +82,7 @@ def rewritten(program, dynamic=False, version="", **options):
 
 
 def step_of(fn, **options):
-    torch._dynamo.reset()
-    given = {"inner": "eager", "verify_max_seconds": 60.0, **options}
-    given = {f"streamkl.{name}": x for name, x in given.items()}
-    return torch.compile(fn, backend="streamkl", options=given)
+    return compile_rewritten(fn, **{"verify_max_seconds": 60.0, **options})
 
 
 def compiled(fn, inputs, **options):
@@ -361,14 +360,14 @@ def labels_change(h, w, ht, wt, y):
     y[:3] = -100
     keep = y != -100
     s, t = h @ w.T, ht @ wt.T
-    rows = F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1)
+    rows = rows_of_kl(s, t)
     return (rows * keep).sum() / keep.sum()
 
 
 def one_leaf_twice(q, k, qt, kt, mask):
     """A teacher that is the detached student of a moment ago."""
     s, t = q @ k.mT * 0.3, (q * 0.9).detach() @ k.detach().mT * 0.3
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+    return kd(s, t)
 
 
 def dropout_of_nothing(q, k, qt, kt, mask):
@@ -400,7 +399,7 @@ def test_right_programs_pass_without_a_warning(fn, caplog):
 @expects_failed_checks
 def test_a_write_that_is_dropped_is_caught():
     def weighted(q, k, qt, kt, w):
-        rows = F.kl_div((q @ k.mT).log_softmax(-1), (qt @ kt.mT).softmax(-1), reduction="none")
+        rows = elements_of_kl(q @ k.mT, qt @ kt.mT)
         w.mul_(2)
         return (rows.sum(-1) * w).sum()
 
@@ -451,7 +450,7 @@ def largest_places(h, w, g, v):
     s, t = h @ w.T, g @ v.T
     with torch.no_grad():
         agreement = (s.argmax(-1) == t.max(-1).indices).float().mean()
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean"), agreement
+    return kd(s, t), agreement
 
 
 def _places_of(change, monkeypatch):
@@ -521,8 +520,8 @@ def test_a_mask_that_is_written_in_place_before_the_loss(made):
         s, t = q @ k.mT, qt @ kt.mT
         keep = made(s, t)
         s, t = s.masked_fill(~keep, -1e9), t.masked_fill(~keep, -1e9)
-        return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+        return kd(s, t)
 
     inputs = [torch.randn(n, 4, requires_grad=i < 2) for i, n in enumerate((5, 9, 5, 9))]
-    outcome = compare(step, inputs, options={"streamkl.min_mib": 0.0}).check()
+    outcome = compare(step, inputs).check()
     assert outcome.num_fused == 1, outcome.report

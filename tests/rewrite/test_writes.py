@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from tests.support.comparing import compare
+from tests.support.compiling import compile_rewritten
 from tests.support.losses import rows_of_kl
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 
@@ -95,11 +96,9 @@ def test_an_input_is_written_between_equal_expressions(way):
         b.neg_()
         return rows_of_kl(s, scores(ht))
 
-    make = torch.Generator().manual_seed(0)
-    h, ht = (torch.randn(24, 16, generator=make) for _ in range(2))
+    h, ht = (torch.randn(24, 16) for _ in range(2))
     b = torch.linspace(-1, 1, 24)
-    options = {"streamkl.verify": "never"}
-    compare(loss, [h.requires_grad_(), ht, b], options=options).check()
+    compare(loss, [h.requires_grad_(), ht, b], verify="never").check()
 
 
 def _written_again(mask, q, k, qt, kt):
@@ -129,8 +128,7 @@ def test_a_mask_written_before_and_after_it_is_read(make, is_read):
         return _written_again(make(x[0] @ x[1].mT), *x)
 
     inputs = [torch.randn(n, 4, requires_grad=i < 2) for i, n in enumerate((6, 9, 6, 9))]
-    options = {"streamkl.min_mib": 0, "streamkl.verify": "never"}
-    outcome = compare(loss, inputs, options=options).check()
+    outcome = compare(loss, inputs, verify="never").check()
     assert outcome.num_fused == (not is_read), outcome.report
     reasons = ["mask is modified in place after"] if is_read else []
     assert [reason[:31] for reason in outcome.reasons] == reasons, outcome.report
@@ -168,9 +166,8 @@ def test_a_part_is_written_without_a_record(write, target):
         write(b if target == "bias" else s)
         return F.kl_div((s + b).log_softmax(-1), p.softmax(-1), reduction="sum")
 
-    make = torch.Generator().manual_seed(0)
     shapes = ((4, 3), (5, 3), (4, 5), (4, 5))
-    q, k, b, teacher = (torch.randn(*n, generator=make, dtype=torch.float64) for n in shapes)
+    q, k, b, teacher = (torch.randn(*n, dtype=torch.float64) for n in shapes)
     s, added = q @ k.mT, b * 2.0
     write(added if target == "bias" else s)
     expected = (s + added).softmax(-1) - teacher.softmax(-1)
@@ -179,9 +176,7 @@ def test_a_part_is_written_without_a_record(write, target):
     def with_products(*x):  # a teacher that is made of a product
         return loss(*x, teacher @ torch.eye(5, dtype=torch.float64))
 
-    torch._dynamo.reset()
-    options = {"streamkl.min_mib": 0, "streamkl.verify": "never", "streamkl.inner": "eager"}
-    value = torch.compile(with_products, backend="streamkl", options=options)(*inputs)
+    value = compile_rewritten(with_products, verify="never")(*inputs)
     found = torch.autograd.grad(value, inputs)
     for x, y in zip(found, (expected @ k, expected.mT @ q, 2.0 * expected), strict=True):
         torch.testing.assert_close(x, y.detach())
@@ -203,12 +198,10 @@ def test_what_sums_of_one_product_read_is_written_between_them(written):
                 other = (t + bias).logsumexp(-1)
         return mean, entropy, other
 
-    make = torch.Generator().manual_seed(0)
     shapes = ((6, 4), (11, 4), (6, 3), (11, 3))
-    given = [torch.randn(s, generator=make).requires_grad_() for s in shapes]
+    given = [torch.randn(s).requires_grad_() for s in shapes]
     given += [torch.linspace(-1, 1, 11), torch.full((6,), 10)]
-    options = {"streamkl.verify": "never"}
-    assert compare(loss, given, options=options).check().num_fused
+    assert compare(loss, given, verify="never").check().num_fused
 
 
 def _of_gates(z, gate):
@@ -248,9 +241,8 @@ def weights_of_heads_that_are_scaled(h, w, p):
 ])  # fmt: skip
 def test_a_projection_holds_what_was_written_to_it(fn):
     """A row program reads the tensor of a projection: it is not what the product was."""
-    make = torch.Generator().manual_seed(0)
-    given = [torch.randn(s, generator=make).requires_grad_() for s in ((6, 4), (11, 4), (4, 1))]
-    compare(fn, given, options={"streamkl.verify": "never"}).check()
+    given = [torch.randn(s).requires_grad_() for s in ((6, 4), (11, 4), (4, 1))]
+    compare(fn, given, verify="never").check()
 
 
 def numbers_that_are_scaled(rows, logs):
@@ -288,14 +280,13 @@ def numbers_of_the_shape_of_a_product(rows, logs):
 ])  # fmt: skip
 def test_a_captured_tensor_holds_what_was_written_to_it(fn):
     """Its old numbers are nowhere: the operator would read the new ones, and write again."""
-    make = torch.Generator().manual_seed(0)
-    given = [torch.randn(s, generator=make).requires_grad_() for s in ((6, 4), (11, 4))]
+    given = [torch.randn(s).requires_grad_() for s in ((6, 4), (11, 4))]
 
     def loss(h, w, rows):
         return fn(rows, (h @ w.mT).log_softmax(-1))
 
-    rows = torch.randn(6, 11, generator=make)
-    compare(loss, [*given, rows], options={"streamkl.verify": "never"}).check()
+    rows = torch.randn(6, 11)
+    compare(loss, [*given, rows], verify="never").check()
 
 
 def a_part_through_a_transposed_view(x):
@@ -323,11 +314,10 @@ def a_part_of_a_transposed_tensor(x):
 ])  # fmt: skip
 def test_a_part_of_a_square_is_written_across_it(fn):
     """The part runs along the axis that the tensor has in its other dimension."""
-    make = torch.Generator().manual_seed(0)
-    given = [torch.randn(s, generator=make).requires_grad_() for s in ((6, 4), (6, 4))]
+    given = [torch.randn(s).requires_grad_() for s in ((6, 4), (6, 4))]
 
     def loss(h, w, rows):
         return F.kl_div((h @ w.mT).log_softmax(-1), fn(rows).softmax(-1), reduction="sum")
 
-    rows = torch.randn(6, 6, generator=make)
-    compare(loss, [*given, rows], options={"streamkl.verify": "never"}).check()
+    rows = torch.randn(6, 6)
+    compare(loss, [*given, rows], verify="never").check()

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from tests.support.compiling import compile_rewritten, named
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.reporting.report import Report
 
@@ -109,6 +110,17 @@ class Outcome:
         assert not message, message
         return self
 
+    def check_fused(self, sites=None, remaining=0):
+        """As `check`; all sites are fused, how many there are, and how many scores are left."""
+        self.check()
+        report = self.report
+        expected = len(report.sites) if sites is None else sites
+        said = f"expected {sites or 'some'} sites, all fused, and {remaining} score tensors left"
+        said = f"{said}\n{report}\n{report.details()}"
+        assert self.num_fused == len(report.sites) == expected > 0, said
+        assert remaining in (None, report.num_remaining), said
+        return self
+
 
 def compare(
     fn,
@@ -118,14 +130,15 @@ def compare(
     dynamic=None,
     training=True,
     fullgraph=False,
-    options=None,
     reset=True,
     largest_score=0.0,
+    **options,
 ):
     """Run ``fn(*inputs)`` in eager, compiled, and in float64, with gradients to its inputs.
 
-    ``largest_score`` budgets the rounding of large scores: a fused backward rebuilds probabilities
-    as exp(score - lse), whose relative error is a rounding of the score.
+    ``options`` are ours, by name. ``largest_score`` budgets the rounding of large scores: a fused
+    backward rebuilds probabilities as exp(score - lse), whose relative error is a rounding of the
+    score.
     """
     if reset:
         torch._dynamo.reset()
@@ -141,7 +154,7 @@ def compare(
 
         backend.REPORTS.append(observe)
         try:
-            given = {"streamkl.inner": inner, **(options or {})}
+            given = named(inner=inner, **options)
             compiled_fn = torch.compile(
                 fn, backend="streamkl", dynamic=dynamic, fullgraph=fullgraph, options=given
             )
@@ -179,11 +192,10 @@ def is_exact_in_float64(fn, inputs, **options):
 
     The first two inputs are trained, and all are float64.
     """
-    given = {"streamkl.inner": "eager", "streamkl.min_mib": 0.0, **options}
-    torch._dynamo.reset()
-    found = torch.compile(fn, backend="streamkl", options=given)(*inputs)
-    expected = fn(*inputs)
+    found, expected = compile_rewritten(fn, **options)(*inputs), fn(*inputs)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    learns = [[y.requires_grad for y in tree_flatten(x)[0]] for x in (found, expected)]
+    assert learns[0] == learns[1], learns
     first = (x[0] if isinstance(x, tuple) else x for x in (found, expected))
     gradients = [torch.autograd.grad(x.sum(), inputs[:2]) for x in first]
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
@@ -191,10 +203,8 @@ def is_exact_in_float64(fn, inputs, **options):
 
 def refusals(fn, inputs, **options):
     """Why the operators of divergences do not take a program, where row programs are off."""
-    torch._dynamo.reset()
-    given = {"streamkl.inner": "eager", "streamkl.row_programs": False}
     with backend.collected() as report:
-        torch.compile(fn, backend="streamkl", options=given, **options)(*inputs)
+        compile_rewritten(fn, row_programs=False, **options)(*inputs)
     assert not report.num_fused, str(report)
     return [site.reason for site in report.sites]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tests.support.comparing import compare
+from tests.support.compiling import named
 from tests.support.misleading import (  # noqa: F401  # they register their programs
     axes,
     chunks_and_layers,
@@ -101,17 +102,16 @@ def judge(
     ``verify`` a rewrite that is checked when it is compiled is left out where it is wrong.
     """
     inputs = program.inputs()
-    options = {"streamkl.verify": verify}
     if program.dtype is not torch.float64 or program.dtypes:
         dynamic = program.dynamic or None
-        outcome = compare(program.fn, inputs, inner=inner, dynamic=dynamic, options=options)
+        outcome = compare(program.fn, inputs, inner=inner, dynamic=dynamic, verify=verify)
         return Verdict(outcome.mismatch(), outcome.num_fused, tuple(outcome.reasons))
     torch._dynamo.reset()
     eager = run(program.fn, inputs)
     with backend.collected() as report:
         if front_end == "backend":
             chosen = {"backend": "streamkl"}
-            chosen["options"] = {"streamkl.inner": inner, **options}
+            chosen["options"] = named(inner=inner, verify=verify)
         else:
             chosen = {"options": backend.inductor_options(verify=verify)}
         compiled_fn = torch.compile(program.fn, dynamic=program.dynamic or None, **chosen)

@@ -98,10 +98,9 @@ def metric_after_the_loss(h, w, g, v):
 
 
 @heads(0, "gradients of logits clamped by a hook")
-def hook_on_logits(h, w, g, v):
-    s = h @ w.T
+def hook_on_logits(s, t):
     s.register_hook(lambda grad: grad.clamp(-1, 1))
-    return kl(s, g @ v.T)
+    return kl(s, t)
 
 
 @heads(1, "a teacher by way of NumPy")
@@ -136,10 +135,10 @@ def smoothed_topk_target(log_s):
 
 
 @heads(0, "a target filled by index")
-def target_by_index(h, w, g, v):
+def target_by_index(s):
     target = torch.zeros(TOKENS, VOCAB)
     target[torch.arange(TOKENS)[:, None], IDS] = TOP_LOGPROBS.exp()
-    return F.cross_entropy(h @ w.T, target)
+    return F.cross_entropy(s, target)
 
 
 # fmt: off
@@ -180,12 +179,6 @@ def adaptive_kl(p_t, p_s):
     return (head * forward + (1 - head) * reverse).mean()
 
 
-@heads(1, "log-probabilities that are normalised again")
-def normalised_twice(h, w, g, v):
-    s, t = (h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1)
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
-
-
 @heads(1, "torch.distributions")
 def categorical(s, t):
     s, t = (torch.distributions.Categorical(logits=x) for x in (s, t))
@@ -200,6 +193,8 @@ def k3(difference):
     return (difference.exp() - 1 - difference).mean()
 
 
+heads(1, "log-probabilities that are normalised again",
+      normalised_twice=lambda log_s, log_t: kl(log_s, log_t))  # fmt: skip
 heads(1, "standardized logits", standardized=lambda s, t: kl(z(s), z(t)))
 # fmt: off
 heads(2, "the k3 estimate of a KL at sampled tokens",

@@ -75,7 +75,7 @@ heads(0, "verl: the KL at the ids of a served top-k", kl_at_served_ids=lambda lo
 heads(1, "iBOT: masked patches", masked_patches=lambda s, t: (
     -(((t / 0.07).softmax(-1) * (s / 0.1).log_softmax(-1)).sum(-1) * KEEP).sum()
     / KEEP.sum().clamp(min=1.0)))
-heads(1, "speculative decoding: the acceptance rate", acceptance=lambda p_s, p_t: (
+heads(1, "speculative decoding: the acceptance rate", acceptance_rate=lambda p_s, p_t: (
     torch.minimum(torch.ones_like(p_t), p_t / p_s).mul(p_s).sum(-1).mean()))
 heads(1, "EAGLE: cross-entropy and a smooth L1 of hidden states", eagle=lambda h, g, p_t, s: (
     cross_entropy(p_t.detach(), torch.nn.LogSoftmax(dim=-1)(s))

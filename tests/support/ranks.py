@@ -112,6 +112,16 @@ def run_check(module, name, size=2, device="cpu"):
             pytest.fail(f"rank {rank}:\n{error}", pytrace=False)
 
 
+def on_two_ranks(module):
+    """The test of all checks of a module."""
+
+    @pytest.mark.parametrize("name", names_of(module))
+    def test_on_two_ranks(name):
+        run_check(module, name)
+
+    return test_on_two_ranks
+
+
 class Processes:
     """One process a rank, which run checks until one of them does not pass."""
 

@@ -69,6 +69,7 @@ def _registers(fuses, style, is_attention, named):
     def register(fn, name=""):
         program, _ = of_inputs(fn, made, inputs=inputs)
         program.__name__ = name or fn.__name__
+        assert program.__name__ not in USER_LOSSES, "another loss has this name"
         USER_LOSSES[program.__name__] = UserLoss(program, fuses, style, is_attention)
         return fn
 
@@ -103,9 +104,8 @@ def cross_entropy(p, log_s):
 
 # ------------------------------------------------------------------ distributions of two LM heads
 @heads(1, "TRL GKD")
-def generalized_jsd(h, w, g, v):
-    s, t = (h @ w.T).log_softmax(-1), (g @ v.T).log_softmax(-1)
-    return jsd(s, t, math.log(0.5), math.log(0.5), 0.5).sum(-1).mean()
+def generalized_jsd(log_s, log_t):
+    return jsd(log_s, log_t, math.log(0.5), math.log(0.5), 0.5).sum(-1).mean()
 
 
 @heads(1, "NeMo-RL distillation, reverse KL")
@@ -114,6 +114,7 @@ def reverse_kl(h, w, g, v):
     return (s.exp() * (s - t)).sum(-1).mean()
 
 
+# the text of the report is tested of some losses, which make their logits: it names parameters
 @heads(1, "distillation with hard labels")
 def kl_and_cross_entropy(h, w, g, v):
     logits = h @ w.T
@@ -128,18 +129,11 @@ def kl_and_smoothed_labels(h, w, g, v):
     return kl + F.cross_entropy(logits, LABELS, label_smoothing=0.1)
 
 
-@heads(1, "swapped arguments of kl_div")
-def swapped(h, w, g, v):
-    return F.kl_div((h @ w.T).softmax(-1), (g @ v.T).softmax(-1), reduction="batchmean")
-
-
-@heads(1, "Bhattacharyya")
-def bhattacharyya(h, w, g, v):
-    p, q = (g @ v.T).softmax(-1), (h @ w.T).softmax(-1)
-    return -(p.sqrt() * q.sqrt()).sum(-1).log().mean()
-
-
 # fmt: off
+heads(1, "swapped arguments of kl_div", swapped=lambda p_s, p_t: (
+    F.kl_div(p_s, p_t, reduction="batchmean")))
+heads(1, "Bhattacharyya", bhattacharyya=lambda p_t, p_s: (
+    -(p_t.sqrt() * p_s.sqrt()).sum(-1).log().mean()))
 heads(1, "GRPO: KL and an entropy bonus", kl_and_entropy_bonus=lambda log_s, log_t: (
     (log_s.exp() * (log_s - log_t)).sum(-1) - 0.01 * -(log_s.exp() * log_s).sum(-1)).mean())
 heads(1, "acceptance of a draft model", acceptance=lambda p_t, p_s: (
@@ -239,10 +233,10 @@ def cross_entropy_alone(h, w, g, v):
     return F.cross_entropy(h @ w.T, LABELS)
 
 
-@heads(0, "logits as the result")
-def logits_are_returned(h, w, g, v):
-    logits = h @ w.T
-    return F.kl_div(logits.log_softmax(-1), (g @ v.T).softmax(-1).cumsum(-1)), logits
+# fmt: off
+heads(0, "logits as the result", logits_are_returned=lambda s, p_t: (
+    F.kl_div(s.log_softmax(-1), p_t.cumsum(-1)), s))
+# fmt: on
 
 
 @heads(2, "DPO with logits")
@@ -278,24 +272,18 @@ class ByHand(torch.autograd.Function):
         return grad * (student.softmax(-1) - teacher.softmax(-1)) / len(student), None
 
 
-@heads(0, "custom autograd.Function")
-def custom_function(h, w, g, v):
-    return ByHand.apply(h @ w.T, g @ v.T)
-
-
-@heads(0, "checkpoint around the loss alone")
-def checkpointed_loss(h, w, g, v):
-    def loss(a, b):
-        return F.kl_div(a.log_softmax(-1), b.softmax(-1), reduction="batchmean")
-
-    return checkpoint(loss, h @ w.T, g @ v.T, use_reentrant=False)
+# fmt: off
+heads(0, "custom autograd.Function", custom_function=lambda s, t: ByHand.apply(s, t))
+heads(0, "checkpoint around the loss alone", checkpointed_loss=lambda s, t: (
+    checkpoint(kd, s, t, use_reentrant=False)))
+# fmt: on
 
 
 @heads(0, "print between logits and loss")
 def printed(h, w, g, v):
     s, t = h @ w.T, g @ v.T
     print(end="")
-    return F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+    return kd(s, t)
 
 
 @heads(0, "a branch on a value")

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 
 from tests.support.made_inputs import of_inputs, with_probabilities
 
-OPTIONS = {"streamkl.min_mib": 0}
 TOKENS, VOCAB, HIDDEN, TEACHER_HIDDEN, TOP = 12, 30, 4, 5, 3
 BATCH, HEADS, ROWS, DIM, INDEX_HEADS = 2, 2, 12, 4, 3
 ATTENTION, LINEAR, ROW, EAGER = "attention_kl", "linear_kl", "row_program", "eager"
