@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import ENTRIES, Region
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
+from torch_streamkl.fx_passes.closed_forms.earliest import ProductType
 from torch_streamkl.fx_passes.closed_forms.form import (
     NoForm,
     NotClosed,
@@ -51,7 +52,6 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
 from torch_streamkl.fx_passes.fx_utils.sizes import numel
-from torch_streamkl.fx_passes.planning.divergences import ProductType
 from torch_streamkl.fx_passes.planning.profitability import are_all_keys, why_small
 from torch_streamkl.fx_passes.planning.readers import Readers
 from torch_streamkl.fx_passes.planning.row_eager import OF_LABELS, check_eager, has_labels

@@ -535,7 +535,7 @@ FAULTS = (
         MATCHED,
     ),
     Fault(
-        "fx_passes/lowering/divergences.py",
+        "fx_passes/fusing.py",
         "terms.append((1.0, product(call.weight, value)))",
         "terms.append((1.0, value))",
         f"{REWRITE}test_choices -k spelling",
