@@ -10,7 +10,7 @@ from torch import fx
 from torch_streamkl.fx_passes.capture.aliases import Aliases, LateWrite
 from torch_streamkl.fx_passes.closed_forms.earliest import Divergence
 from torch_streamkl.fx_passes.closed_forms.form import LINEAR, Call, ClosedForm, RowValue
-from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
+from torch_streamkl.fx_passes.closed_forms.row_sites import operands_in
 from torch_streamkl.fx_passes.closed_forms.rows import replaced
 from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder
 from torch_streamkl.fx_passes.fx_utils.errors import Refused, Unsupported
@@ -102,8 +102,7 @@ class Fusing:
             computed = {a for p in replaced for o in p.outputs for a in ancestors(o.inner)}
             waiting = [d for d in waiting if not d.parts <= computed]
             fused.unfused = [n for n in fused.unfused if planner.reads_products(n, replaced)]
-            of_rows = (x for p in replaced for x in p.of_rows)
-            fused.of_rows = {tuple(map(source_of, x.args)) for x in of_rows}
+            fused.of_rows = {operands_in(x) for p in replaced for x in p.of_rows}
         for divergence in waiting:
             self._fuse_divergence(divergence)
         if planner is not None:

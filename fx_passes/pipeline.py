@@ -21,7 +21,7 @@ from torch_streamkl.fx_passes.capture.aliases import Aliases
 from torch_streamkl.fx_passes.capture.region import has_seeds
 from torch_streamkl.fx_passes.capture.retrace import capture
 from torch_streamkl.fx_passes.closed_forms.earliest import find_divergences, product_types
-from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
+from torch_streamkl.fx_passes.closed_forms.row_sites import operands_in
 from torch_streamkl.fx_passes.fusing import Fused, Fusing, Inserting, read_after_writes
 from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder, Selections
 from torch_streamkl.fx_passes.fx_utils.copies import copied
@@ -272,7 +272,7 @@ def _is_scalar(node: fx.Node) -> bool:
 def _is_of_rows(inner: fx.Node, refusals: Refusals, fused: Fused) -> bool:
     """Whether a node is made of products that fused programs read as values of their rows."""
     found = refusals.levels.products_of(inner) if fused.of_rows else []
-    return bool(found) and all(tuple(map(source_of, x.args)) in fused.of_rows for x in found)
+    return bool(found) and fused.of_rows.issuperset(map(operands_in, found))
 
 
 def _improve(given: Given, graph: fx.Graph, losses: Losses, builder: MakeBuilder) -> list[str]:

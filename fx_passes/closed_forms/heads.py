@@ -57,7 +57,7 @@ class Variables:
             if self.key not in x.axes or x.op in LEAVES:
                 return False
             self._check_terms(x)
-            return x.dtype != BOOL or _mentions_softmax(x, self.key)
+            return x.dtype != BOOL or mentions_softmax(x, self.key)
 
         def change(x: Node, args: tuple[Node, ...]) -> Node:
             return _without_shift(remade(x, args)) if enter(x) else self._changed(x)
@@ -85,7 +85,7 @@ class Variables:
             case "log_softmax":
                 if x.value == self.key:
                     return self._variable(Distribution(x.args[0]))
-                if not _mentions_softmax(x.args[0], self.key):
+                if not mentions_softmax(x.args[0], self.key):
                     raise NoForm(OTHER_DIMENSIONS, x)
                 return self._compared_with_mean(x)
             case "reduce" if x.value.kind in (SUM, LOGSUMEXP):
@@ -165,7 +165,8 @@ def _without_shift(x: Node) -> Node:
     return x
 
 
-def _mentions_softmax(x: Node, key: Axis) -> bool:
+def mentions_softmax(x: Node, key: Axis) -> bool:
+    """Returns whether a part of an expression is a log-softmax over an axis."""
     return any(y.op == "log_softmax" and y.value == key for y in walk([x]))
 
 

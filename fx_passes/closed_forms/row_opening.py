@@ -18,6 +18,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
     is_of_keys,
     key_position,
     name_of,
+    operands_in,
     places_of,
     products_in,
 )
@@ -142,7 +143,7 @@ class Opening:
     def _at_one_key(self, product: Node, known: Node, names: dict[Axis, Axis]) -> bool:
         """Whether a product is another one at one key of each row."""
         place = key_position(known, self.places)
-        if place is None or tuple(map(name_of, product.args)) != tuple(map(name_of, known.args)):
+        if place is None or operands_in(product) != operands_in(known):
             return False
         names.clear()
         pairs = [

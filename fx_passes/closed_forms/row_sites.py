@@ -60,9 +60,14 @@ def name_of(x: Node) -> tuple[Any, ...]:
     return (x,)
 
 
+def operands_in(product: Node) -> tuple[object, ...]:
+    """Returns what both tensors of a product are, whatever positions it reads."""
+    return tuple(map(name_of, product.args))
+
+
 def places_of(product: Node, axis: Axis) -> set[Place]:
     """Returns where an axis stands in a product: at ids, the one that nothing else has."""
-    names = tuple(map(name_of, product.args))
+    names = operands_in(product)
     every = [
         (side, d, at)
         for side, operand in enumerate(product.args)
@@ -170,7 +175,7 @@ def stands_at(products: Iterable[Node], axis: Axis, keys: Set[Place]) -> bool:
 
 def key_position(product: Node, keys: frozenset[Place]) -> tuple[int, int] | None:
     """Returns which operand has the keys, and in which dimension."""
-    names = tuple(map(name_of, product.args))
+    names = operands_in(product)
     found = [(side, d) for n, side, d in keys if n == names]
     return min(found) if found else None
 

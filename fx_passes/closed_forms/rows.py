@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from torch_streamkl.fx_passes.closed_forms.heads import mentions_softmax
 from torch_streamkl.fx_passes.closed_forms.masks import num_keys_of
 from torch_streamkl.fx_passes.closed_forms.row_sites import is_entered
 from torch_streamkl.fx_passes.closed_forms.score_form import IMPROBABLE
@@ -59,7 +60,7 @@ def _swapped(x: Node) -> Node:
     if len(axes) < 2:
         return x
     key = axes.pop(0)
-    if not any(y.op == "log_softmax" and y.value == key for y in walk([body])):
+    if not mentions_softmax(body, key):
         return x
     body = reduced(SUM, key, body)
     for axis in reversed(axes):

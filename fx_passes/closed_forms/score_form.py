@@ -256,7 +256,7 @@ def _plain(x: Node, key: Axis) -> tuple[Node, tuple[Factor, ...]]:
         if len(cores) == 1:
             product, factors = _plain(cores[0], key)
             return product, (*factors, *(Factor(y) for y in x.args if y is not cores[0]))
-    if any(y.op == "log_softmax" for y in walk([x])):
+    if has_op(x, "log_softmax"):
         raise NoForm("log-probabilities of several distributions are added to scores", x)
     raise NoForm(OF_ANOTHER_PRODUCT, x)
 

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import ENTRIES, Region
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
+from torch_streamkl.fx_passes.closed_forms import row_sites
 from torch_streamkl.fx_passes.closed_forms.earliest import ProductType
 from torch_streamkl.fx_passes.closed_forms.form import (
     NoForm,
@@ -28,10 +29,10 @@ from torch_streamkl.fx_passes.closed_forms.row_facts import (
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
 from torch_streamkl.fx_passes.closed_forms.row_sites import (
     bindings_of,
+    operands_in,
     places_of_keys,
     products_in,
 )
-from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import (
     Memory,
@@ -147,7 +148,7 @@ class RowPlanner:
             x = self.reading.expression(node)
             if name_of(node) in MATMULS and x is not None:
                 for product in products_in([x]):
-                    found.setdefault(tuple(map(source_of, product.args)), node)
+                    found.setdefault(operands_in(product), node)
         return found
 
     # ------------------------------------------------------------------------ plans
@@ -181,7 +182,7 @@ class RowPlanner:
         return ProgramPlan(form, outputs, matmuls, frozenset(dtypes))
 
     def _matmul(self, product: Product) -> fx.Node | None:
-        names = tuple(map(source_of, (product.rows, product.keys)))
+        names = row_sites.name_of(product.rows), row_sites.name_of(product.keys)
         return self._matmuls.get(names) or self._matmuls.get(names[::-1])
 
     # ------------------------------------------------------------------------ choices
@@ -266,8 +267,8 @@ class RowPlanner:
         inner = [*(o.inner for o in plan.outputs), root]
         nodes = [self.trace.outer[n] for n in inner]
         exprs = [self.reading.array(n).expr for n in inner]
-        shared = {tuple(map(source_of, p.args)) for p in products_in(exprs[-1:])}
-        if not shared & {tuple(map(source_of, p.args)) for p in products_in(exprs[:-1])}:
+        shared = set(map(operands_in, products_in(exprs[-1:])))
+        if shared.isdisjoint(map(operands_in, products_in(exprs[:-1]))):
             return None
         # A tensor that only some of the results depend on would get zeros from the others, not
         # None. A result without any gradient, such as a metric, is detached
@@ -290,7 +291,7 @@ class RowPlanner:
             joined = self.plan(inner)
         except Unsupported:
             return None
-        matmuls = (self._matmuls.get(tuple(map(source_of, x.args))) for x in joined.of_rows)
+        matmuls = map(self._matmuls.get, map(operands_in, joined.of_rows))
         is_there = all(self.position[outer[n]] <= first for n in matmuls if n in outer)
         return joined if is_there else None
 
