@@ -41,7 +41,7 @@ from torch_streamkl.fx_passes.passes.selected_counts import masks_of_counts, rer
 from torch_streamkl.fx_passes.passes.shape_reads import shapes_as_sizes
 from torch_streamkl.fx_passes.passes.share_cross_entropy import share_cross_entropy
 from torch_streamkl.fx_passes.planning.losses import Losses
-from torch_streamkl.fx_passes.planning.readers import NO_READERS, Readers, readers_of_body
+from torch_streamkl.fx_passes.planning.readers import NO_READERS, Readers, readers_behind
 from torch_streamkl.fx_passes.planning.row_plans import RowPlanner, may_have_programs
 from torch_streamkl.fx_passes.reading.reader import read_trace
 from torch_streamkl.fx_passes.reading.registry import names_of_rules
@@ -104,7 +104,7 @@ def rewrite(
             if not isinstance(child, fx.GraphModule) or _has_nothing_to_find(child):
                 continue
             if _is_plain_body(gm, name):
-                readers = readers_of_body(gm, name, outside)
+                readers = readers_behind(users_of_body(gm, name), outside)
                 report.extend(rewrite(child, options, version, readers, is_compiled))
             else:
                 reason = f"it is in {_owner_of(gm, name)}"
@@ -196,6 +196,7 @@ def rewrite_checked(
         if not new:  # refusing did not help: nothing is rewritten
             new = {s.node: next(iter(wrong.values())) for s in report.sites if s.fused}
         refused.update(new)
+        late.clear()  # which operator a loss becomes depends on the others
 
 
 def rewrite_once(

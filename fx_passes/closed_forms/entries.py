@@ -233,7 +233,7 @@ def _is_entry(x: Node) -> bool:
 
 def may_hide_rows(x: Node, is_added: bool) -> bool:
     """Returns whether it is a log-sum-exp of scores with large masks that differ by row."""
-    if x.op != "reduce" or x.value.kind != LOGSUMEXP:
+    if x.kind != LOGSUMEXP:
         return False
     for y in walk(x.args, lambda y: is_entered(y) and y.dtype != BOOL and y.op != "reduce"):
         numbers = [z.value for z in y.args[1:] if z.op == "const"] if y.op == "where" else []

@@ -422,7 +422,7 @@ def _check_chosen(logarithms: Sequence[Node], opened: Iterable[Node]) -> None:
     """
     hidden = {frozenset(_products_of(x)) for x in logarithms if is_filled(x.args[0], HIDES)}
     for x in opened:
-        if x.op == "reduce" and x.value.kind == LOGSUMEXP and _products_of(x) in hidden:
+        if x.kind == LOGSUMEXP and _products_of(x) in hidden:
             raise NoForm("the logarithm of some probabilities of a row, which a mask may make 0")
 
 

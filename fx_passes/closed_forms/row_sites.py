@@ -32,7 +32,7 @@ def products_in(roots: Iterable[Node]) -> list[Node]:
 
 def maxima_places_in(roots: Iterable[Node]) -> list[Node]:
     """Returns the places of maxima in expressions."""
-    return [x for x in walk(roots, is_entered) if x.op == "reduce" and x.value.kind == ARGMAX]
+    return [x for x in walk(roots, is_entered) if x.kind == ARGMAX]
 
 
 _products: weakref.WeakKeyDictionary[Node, frozenset[Node]] = weakref.WeakKeyDictionary()
@@ -116,7 +116,7 @@ def bindings_of(roots: Iterable[Node]) -> list[Binding]:
         axis = x.value if x.op == "log_softmax" else x.value.axis
         products = sorted((p for p in inside[x] if axis in p.axes), key=lambda p: p.digest)
         if products:
-            says = x.op == "log_softmax" or x.value.kind in (ARGMAX, LOGSUMEXP, MAX)
+            says = x.op == "log_softmax" or x.kind in (ARGMAX, LOGSUMEXP, MAX)
             says = says and not said[x]
             said[x] |= says
             found.append(Binding(x, axis, tuple(products), says))
@@ -129,7 +129,7 @@ def places_of_keys(bindings: Sequence[Binding]) -> list[frozenset[Place]]:
     if said:
         return [_closed(said, bindings)]
     found: dict[frozenset[Place], None] = {}
-    sums = [b for b in reversed(bindings) if b.node.op == "reduce" and b.node.value.kind == SUM]
+    sums = [b for b in reversed(bindings) if b.node.kind == SUM]
     sums = [b for b in sums if all(_is_of_one(p, b.axis) for p in b.products)]
     # the vocabulary before a dimension of tokens: others would be heads, with a weight each
     for b in sorted(sums, key=lambda b: any(_has_more_rows(p, b.axis) for p in b.products)):

@@ -203,7 +203,7 @@ class Writer:
             case "log_softmax":
                 return self._log_softmax(x.value, args[0])
             case "reduce":
-                return self._reduced(x.value.kind, axes_of(x), args[0])
+                return self._reduced(x.kind, axes_of(x), args[0])
         if x.op in FUNCTIONS:
             if all(a.is_number for a in args) and FUNCTIONS[x.op] in OF_NUMBERS:
                 return Placed(self._of_numbers(FUNCTIONS[x.op], *(a.node for a in args)))

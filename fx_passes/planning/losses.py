@@ -93,7 +93,7 @@ def _are_gathered(keys: Node) -> bool:
 
 def _is_hit(x: Node) -> bool:
     """Whether a condition asks if a position is an id of a row."""
-    if x.op == "reduce" and x.value.kind == ANY:
+    if x.kind == ANY:
         return True
     is_position = x.op == "eq" and all(a.dtype == INT for a in x.args)
     return is_position and any(a.op == "index" for a in x.args)

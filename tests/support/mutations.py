@@ -621,7 +621,7 @@ FAULTS = (
     ),
     Fault(
         DERIVE,
-        "t * _softmax(value) if value.value.kind == LOGSUMEXP else t",
+        "t * _softmax(value) if value.kind == LOGSUMEXP else t",
         "t",
         "operators/test_row_programs.py",
     ),
