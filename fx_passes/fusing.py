@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from torch_streamkl.fx_passes.capture.aliases import Aliases, LateWrite
-from torch_streamkl.fx_passes.closed_forms.form import Call
-from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
+from torch_streamkl.fx_passes.closed_forms.earliest import Divergence
+from torch_streamkl.fx_passes.closed_forms.form import LINEAR, Call, ClosedForm, RowValue
+from torch_streamkl.fx_passes.closed_forms.row_sites import operands_in
+from torch_streamkl.fx_passes.closed_forms.rows import replaced
 from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder
 from torch_streamkl.fx_passes.fx_utils.errors import NotWorthIt, Refused, Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import (
@@ -19,10 +21,12 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     needs_gradient,
     tensor_of,
 )
-from torch_streamkl.fx_passes.fx_utils.strides import with_own_memory
-from torch_streamkl.fx_passes.lowering import divergences, row_calls
+from torch_streamkl.fx_passes.fx_utils.strides import as_user, with_own_memory
+from torch_streamkl.fx_passes.lowering import row_calls
+from torch_streamkl.fx_passes.lowering.attention_call import CallTensors
+from torch_streamkl.fx_passes.lowering.linear_call import HeadTensors
 from torch_streamkl.fx_passes.lowering.sites import SITE, mark_site
-from torch_streamkl.fx_passes.planning.divergences import Divergence
+from torch_streamkl.fx_passes.lowering.writer import Writer
 from torch_streamkl.fx_passes.planning.losses import Losses
 from torch_streamkl.fx_passes.planning.profitability import (
     why_ids_are_left,
@@ -49,13 +53,16 @@ from torch_streamkl.fx_passes.planning.special_values import (
     check_promoted,
     check_replaced,
 )
+from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reporting.described import describe, roles_of, warning_of
 from torch_streamkl.fx_passes.reporting.divergence_sites import without_divergence
 from torch_streamkl.fx_passes.reporting.hints import FORCE_SIZE, hint_for
 from torch_streamkl.fx_passes.reporting.refusals import Refusals
 from torch_streamkl.fx_passes.reporting.report import Site
 from torch_streamkl.linear import ops as linear_ops
-from torch_streamkl.program.graph import INT
+from torch_streamkl.program.canonical import linear, product
+from torch_streamkl.program.graph import INT, Node, Source, capture, index
+from torch_streamkl.program.reductions import substitute
 from torch_streamkl.rows import op as row_op
 
 
@@ -71,29 +78,23 @@ class Fused:
     of_rows: set[object] = field(default_factory=set)  # of products that programs read as tensors
 
 
-def fuse(insert: Inserting, losses: Losses, sites: Sequence[fx.Node]) -> Fused:
-    """Replaces all losses that operators compute; ``sites`` are where distributions meet."""
-    fusing = _Fusing(insert, losses, sites)
-    fusing.run()
-    fused = fusing.fused
-    fused.left += [site for _, site in fusing.stayed]
-    return fused
-
-
-class _Fusing:
+class Fusing:
     """Replaces divergences, and then what row programs compute.
 
     What one of those may compute as well waits for them, as does what only elements read.
+    ``sites`` are where distributions meet.
     """
 
-    def __init__(self, insert: Inserting, losses: Losses, sites: Sequence[fx.Node]) -> None:
+    def __init__(self, insert: Inserting, sites: Sequence[fx.Node]) -> None:
+        losses = insert.losses
         self.insert, self.losses, self.sites = insert, losses, sites
         values = [d.inner for d in losses.divergences]
         self.fused = Fused(values, without_divergence(losses.trace, sites, losses.divergences))
         self.stayed: list[tuple[Divergence, Site]] = []
         self.handled: set[fx.Node] = set()
 
-    def run(self) -> None:
+    def run(self) -> Fused:
+        """Replaces all losses that operators compute."""
         planner, fused = self.losses.planner, self.fused
         waiting, sharing = self.losses.delayed(self._is_left)
         for divergence in self.losses.divergences:
@@ -105,12 +106,13 @@ class _Fusing:
             computed = {a for p in replaced for o in p.outputs for a in ancestors(o.inner)}
             waiting = [d for d in waiting if not d.parts <= computed]
             fused.unfused = [n for n in fused.unfused if planner.reads_products(n, replaced)]
-            of_rows = (x for p in replaced for x in p.of_rows)
-            fused.of_rows = {tuple(map(source_of, x.args)) for x in of_rows}
+            fused.of_rows = {operands_in(x) for p in replaced for x in p.of_rows}
         for divergence in waiting:
             self._fuse_divergence(divergence)
         if planner is not None:
             self._fuse_places(planner)
+        fused.left += [site for _, site in self.stayed]
+        return fused
 
     def _fuse_places(self, planner: RowPlanner) -> None:
         """Replaces places of maxima that other code reads at: labels, by what reads them."""
@@ -198,16 +200,7 @@ class Inserting:
                 if refusal:
                     raise Unsupported(refusal)
                 self._check(found)
-                writes = self.aliases.writes
-                replacement = divergences.emit(
-                    build,
-                    found,
-                    self.losses.reading,
-                    self.losses.trace.outer,
-                    self.losses.product_types,
-                    writes,
-                )
-                replacement = with_own_memory(build, replacement, node, writes)
+                replacement = self._value(build, found)
                 self.late[node.name] = self.aliases.check(
                     build.added, build.selecting, before=node
                 )
@@ -219,6 +212,33 @@ class Inserting:
             )
         node.replace_all_uses_with(replacement)
         return site
+
+    def _value(self, build: Builder, found: Divergence) -> fx.Node:
+        """Inserts the calls of a loss, and returns what takes the place of the user's node."""
+        losses, writes, root = self.losses, self.aliases.writes, found.matched.root
+        writer = Writer(build, losses.reading, losses.trace.outer, [root])
+        changes = {
+            site: self._rows(writer, form, number)
+            for number, (site, form) in enumerate(found.matched.closed.items())
+        }
+        dims = losses.reading.array(found.inner).dims
+        total = writer.tensor(replaced(root, changes), dims, expand=range(len(dims)))
+        total = as_user(build, total, found.node, writes)
+        return with_own_memory(build, total, found.node, writes)
+
+    def _rows(self, writer: Writer, form: ClosedForm, number: int) -> Node:
+        """The rows of a sum over keys, as an expression of the operators' results."""
+        terms = []
+        for i, call in enumerate(form.calls):
+            name = (RowValue(number), i)
+            kind = HeadTensors if call.operator == LINEAR else CallTensors
+            writer.values[name] = kind(writer, call, self.losses.product_types).emit()
+            dims = (call.axes.rows,) if call.operator == LINEAR else call.axes.scores[:3]
+            at = [arrays.position(dim) for dim in dims]
+            value = capture(Source(name, 0, form.site.flows), at=at)
+            terms.append((1.0, product(call.weight, value)))
+        own = {mine: index(original) for original, mine in form.names}
+        return substitute(linear(0.0, terms), own)
 
     def _described(self, found: Divergence) -> Site:
         kind, form = describe(found.calls)

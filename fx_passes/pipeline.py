@@ -1,7 +1,7 @@
 """Defines rewrite(gm): replaces every loss found in a Dynamo graph by a streaming operator.
 
 `rewrite_once` calls the stages, each of which gets the results of earlier ones: capture ->
-reading -> planning with closed_forms -> lowering (fusing.py) -> passes -> reporting.
+reading -> closed_forms -> planning -> lowering (fusing.py) -> passes -> reporting.
 `rewrite_checked` compares what it made with the user's code (validation/), and begins again
 without the losses that differ. A graph of DTensors goes through both as one of whole tensors
 (dtensors/). The work is done on a copy of the graph, which replaces the original only if
@@ -20,8 +20,9 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.capture.aliases import Aliases
 from torch_streamkl.fx_passes.capture.region import has_seeds
 from torch_streamkl.fx_passes.capture.retrace import capture
-from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
-from torch_streamkl.fx_passes.fusing import Fused, Inserting, fuse, read_after_writes
+from torch_streamkl.fx_passes.closed_forms.earliest import find_divergences, product_types
+from torch_streamkl.fx_passes.closed_forms.row_sites import operands_in
+from torch_streamkl.fx_passes.fusing import Fused, Fusing, Inserting, read_after_writes
 from torch_streamkl.fx_passes.fx_utils.builder import Builder, MakeBuilder, Selections
 from torch_streamkl.fx_passes.fx_utils.copies import copied
 from torch_streamkl.fx_passes.fx_utils.dead_code import remove_dead, remove_unread
@@ -40,8 +41,9 @@ from torch_streamkl.fx_passes.passes.selected_counts import masks_of_counts, rer
 from torch_streamkl.fx_passes.passes.shape_reads import shapes_as_sizes
 from torch_streamkl.fx_passes.passes.share_cross_entropy import share_cross_entropy
 from torch_streamkl.fx_passes.planning.logits_that_stay import computed_twice
-from torch_streamkl.fx_passes.planning.losses import Losses, find_losses
-from torch_streamkl.fx_passes.planning.readers import NO_READERS, Readers, readers_of_body
+from torch_streamkl.fx_passes.planning.losses import Losses
+from torch_streamkl.fx_passes.planning.readers import NO_READERS, Readers, readers_behind
+from torch_streamkl.fx_passes.planning.row_plans import RowPlanner, may_have_programs
 from torch_streamkl.fx_passes.reading.reader import read_trace
 from torch_streamkl.fx_passes.reading.registry import names_of_rules
 from torch_streamkl.fx_passes.reporting.divergence_sites import divergence_sites
@@ -103,7 +105,7 @@ def rewrite(
             if not isinstance(child, fx.GraphModule) or _has_nothing_to_find(child):
                 continue
             if _is_plain_body(gm, name):
-                readers = readers_of_body(gm, name, outside)
+                readers = readers_behind(users_of_body(gm, name), outside)
                 report.extend(rewrite(child, options, version, readers, is_compiled))
             else:
                 reason = f"it is in {_owner_of(gm, name)}"
@@ -171,9 +173,14 @@ def rewrite_checked(
     ``unfit`` are losses that are not tried. ``agree`` adds what other ranks refuse.
     """
     refused: dict[str, str] = {}
+    late: dict[str, str] = {}  # losses that read a tensor after a write, or are not worth it
     losses: dict[str, Site] = {}  # others are attention, or reads of sizes
     while True:
-        graph, report = rewritten(given, original, {**(unfit or {}), **refused})
+        graph = copied(original)
+        report, found = rewrite_once(given, graph, {**(unfit or {}), **refused, **late})
+        if found:
+            late.update(found)
+            continue
         is_changed = bool(report.num_fused)
         verdicts = check(original, graph, given.owner, given.checks) if is_changed else []
         losses |= {site.node: site for site in report.sites}
@@ -190,16 +197,7 @@ def rewrite_checked(
         if not new:  # refusing did not help: nothing is rewritten
             new = {s.node: next(iter(wrong.values())) for s in report.sites if s.fused}
         refused.update(new)
-
-
-def rewritten(given: Given, original: fx.Graph, refused: Refused) -> tuple[fx.Graph, Report]:
-    """Returns a rewritten copy without the refused losses, and those that read a late write."""
-    while True:
-        graph = copied(original)
-        report, late = rewrite_once(given, graph, refused)
-        if not late:
-            return graph, report
-        refused = {**refused, **late}
+        late.clear()  # which operator a loss becomes depends on the others
 
 
 def rewrite_once(
@@ -220,7 +218,11 @@ def rewrite_once(
     trace, region = captured
     reading = read_trace(trace)
     sites = divergence_sites(trace, reading)
-    losses = find_losses(trace, region, reading, given.options.row_programs)
+    divergences, types = find_divergences(trace, reading), product_types(trace, reading)
+    planner = None
+    if given.options.row_programs and may_have_programs(trace):
+        planner = RowPlanner(trace, reading, region, types)
+    losses = Losses(trace, region, reading, divergences, types, planner)
     if losses.is_empty and not sites:
         return Report(), {}
     mode, refusals = fake_mode_of((*region.leaves, *region.nodes)), Refusals(trace, reading)
@@ -230,7 +232,7 @@ def rewrite_once(
     min_mib, aliases = given.options.min_mib, Aliases(graph, region)
 
     insert = Inserting(losses, refusals, builder, aliases, refused, given.outside, min_mib)
-    fused = fuse(insert, losses, sites)
+    fused = Fusing(insert, sites).run()
     large = _score_sized(losses, refusals, fused)
     reread_counts(region.nodes, selections, builder)
     nodes = list(region.nodes)
@@ -274,7 +276,7 @@ def _is_scalar(node: fx.Node) -> bool:
 def _is_of_rows(inner: fx.Node, refusals: Refusals, fused: Fused) -> bool:
     """Whether a node is made of products that fused programs read as values of their rows."""
     found = refusals.levels.products_of(inner) if fused.of_rows else []
-    return bool(found) and all(tuple(map(source_of, x.args)) in fused.of_rows for x in found)
+    return bool(found) and fused.of_rows.issuperset(map(operands_in, found))
 
 
 def _improve(given: Given, graph: fx.Graph, losses: Losses, builder: MakeBuilder) -> list[str]:

@@ -53,7 +53,7 @@ class Forms:
             case "index" | "log_softmax":
                 return x.value.size
             case "reduce":
-                return x.value.kind, x.value.axis.size
+                return x.kind, x.value.axis.size
             case "contract":
                 return tuple(sorted(str(a.size) for a in x.value))
             case "linear":

@@ -69,7 +69,7 @@ class Attention:
 
 def weighted_sum(x: Node, dims: Dims) -> Weighted | None:
     """Returns the probabilities and values of an expression that is a sum of both over keys."""
-    if x.op != "reduce" or x.value.kind != SUM:
+    if x.kind != SUM:
         return None
     key = Axis(("keys of attention",), x.value.axis.size)  # equal masks of layers are one
     body = opened(x, key)

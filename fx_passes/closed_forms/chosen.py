@@ -188,7 +188,7 @@ def _scale_of(found: _Difference, entries: Entries) -> float | None:
 def _differences(x: Node, search: Search) -> Iterator[_Difference]:
     """Yields log-probabilities of entries in a sum."""
     constant, terms = terms_of(x)
-    sums = [(c, t) for c, t in terms if t.op == "reduce" and t.value.kind == LOGSUMEXP]
+    sums = [(c, t) for c, t in terms if t.kind == LOGSUMEXP]
     sums = [(c, t) for c, t in sums if has_products(t)]
     products = [y for y in walk(x.args, is_of_one_key) if y.op == CONTRACT] if sums else []
     for product in products:

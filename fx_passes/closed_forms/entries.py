@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch_streamkl.fx_passes.closed_forms.alike import free_axes, numbered
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, Product
 from torch_streamkl.fx_passes.closed_forms.repeated_ids import SINGLE_ENTRIES, why_repeated
-from torch_streamkl.fx_passes.closed_forms.row_sites import Place, is_entered, name_of
+from torch_streamkl.fx_passes.closed_forms.row_sites import Place, is_entered, operands_in
 from torch_streamkl.fx_passes.reading.positions import Positions
 from torch_streamkl.program.fresh_axes import fresh_axis
 from torch_streamkl.program.graph import (
@@ -179,7 +179,7 @@ def _places_of_ids(x: Node) -> Iterator[tuple[Node, Node, int]]:
 
 def places_at_ids(x: Node) -> list[Place]:
     """Returns where the keys of entries stand in a product."""
-    names = tuple(map(name_of, x.args))
+    names = operands_in(x)
     return [(names, x.args.index(keys), d) for keys, _, d in _places_of_ids(x)]
 
 
@@ -233,7 +233,7 @@ def _is_entry(x: Node) -> bool:
 
 def may_hide_rows(x: Node, is_added: bool) -> bool:
     """Returns whether it is a log-sum-exp of scores with large masks that differ by row."""
-    if x.op != "reduce" or x.value.kind != LOGSUMEXP:
+    if x.kind != LOGSUMEXP:
         return False
     for y in walk(x.args, lambda y: is_entered(y) and y.dtype != BOOL and y.op != "reduce"):
         numbers = [z.value for z in y.args[1:] if z.op == "const"] if y.op == "where" else []

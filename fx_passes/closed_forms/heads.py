@@ -57,7 +57,7 @@ class Variables:
             if self.key not in x.axes or x.op in LEAVES:
                 return False
             self._check_terms(x)
-            return x.dtype != BOOL or _mentions_softmax(x, self.key)
+            return x.dtype != BOOL or mentions_softmax(x, self.key)
 
         def change(x: Node, args: tuple[Node, ...]) -> Node:
             return _without_shift(remade(x, args)) if enter(x) else self._changed(x)
@@ -72,7 +72,7 @@ class Variables:
                 if y.dtype == FLOAT and all(z.op in PLAIN for z in walk([y])):
                     raise NoForm("weights that vary along the keys multiply the divergence", x)
         scores = [y for y in own if y.op == CONTRACT]
-        normalisers = [y for y in x.args if y.op == "reduce" and y.value.kind == LOGSUMEXP]
+        normalisers = [y for y in x.args if y.kind == LOGSUMEXP]
         if x.op == "linear" and scores and normalisers:
             is_same = set(sources_in(*scores)) <= set(sources_in(*normalisers))
             other = "a log-sum-exp of other scores is subtracted"
@@ -85,13 +85,13 @@ class Variables:
             case "log_softmax":
                 if x.value == self.key:
                     return self._variable(Distribution(x.args[0]))
-                if not _mentions_softmax(x.args[0], self.key):
+                if not mentions_softmax(x.args[0], self.key):
                     raise NoForm(OTHER_DIMENSIONS, x)
                 return self._compared_with_mean(x)
-            case "reduce" if x.value.kind in (SUM, LOGSUMEXP):
+            case "reduce" if x.kind in (SUM, LOGSUMEXP):
                 return self._mean(x)
             case "reduce":
-                raise NoForm(f"a {x.value.kind} over heads inside of the sum over keys", x)
+                raise NoForm(f"a {x.kind} over heads inside of the sum over keys", x)
             case "contract":
                 raise NoForm("scores without their log-sum-exp are part of the sum", x)
             case "capture" if x.dtype == FLOAT:
@@ -112,8 +112,8 @@ class Variables:
 
     def _mean(self, x: Node) -> Node:
         """A sum of probabilities over heads: their number times the mean; or its logarithm."""
-        kind, bound, inner = x.value.kind, list[Axis](), x
-        while inner.op == "reduce" and inner.value.kind == kind:
+        kind, bound, inner = x.kind, list[Axis](), x
+        while inner.kind == kind:
             bound.append(inner.value.axis)
             inner = inner.args[0]
         is_softmax = kind == LOGSUMEXP or inner.op == "exp"
@@ -165,7 +165,8 @@ def _without_shift(x: Node) -> Node:
     return x
 
 
-def _mentions_softmax(x: Node, key: Axis) -> bool:
+def mentions_softmax(x: Node, key: Axis) -> bool:
+    """Returns whether a part of an expression is a log-softmax over an axis."""
     return any(y.op == "log_softmax" and y.value == key for y in walk([x]))
 
 

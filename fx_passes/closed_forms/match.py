@@ -145,7 +145,7 @@ def around(matched: Matched) -> Node:
 
 
 def _closed(site: Node, order: Sequence[Axis]) -> ClosedForm:
-    if site.op != "reduce" or site.value.kind != SUM:
+    if site.kind != SUM:
         raise NoForm("no sum over keys", site)
     site, names = renamed_apart(site)
     key = fresh_axis(site.value.axis.size)

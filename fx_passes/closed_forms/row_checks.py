@@ -121,13 +121,13 @@ def _may_lack_keys(scores: Node, nodes: Mapping[Node, Node]) -> bool:
 
 
 def _is_logsumexp(x: Node) -> bool:
-    return x.op == "log_softmax" or (x.op == "reduce" and x.value.kind == LOGSUMEXP)
+    return x.op == "log_softmax" or x.kind == LOGSUMEXP
 
 
 def _compares_as_nan(x: Node, position: int, nodes: Mapping[Node, Node]) -> bool:
     """Whether the number that an argument is in an empty row compares as NaN does."""
     a, b = x.args[position], x.args[1 - position]
-    if a.op == "reduce" and a.value.kind == LOGSUMEXP:
+    if a.kind == LOGSUMEXP:
         return True  # -inf in eager too
     here = _in_empty_row(a, nodes)
     if here is None or b.op != "const":
@@ -148,7 +148,7 @@ def _in_empty_row(x: Node, nodes: Mapping[Node, Node]) -> float | None:
         every = [c * value for c, value in values if value is not None]
         total = sum(every, constant)
         return None if len(every) < len(values) or math.isnan(total) else total
-    if x.op == "reduce" and x.value.kind == SUM and not _is_masked_along(x.args[0], x.value.axis):
+    if x.kind == SUM and not _is_masked_along(x.args[0], x.value.axis):
         return 0.0 if _in_empty_row(x.args[0], nodes) == 0.0 else None
     if x.op == "div":  # or NaN, which it is in eager code
         return 0.0 if _in_empty_row(x.args[0], nodes) == 0.0 else None
@@ -165,7 +165,7 @@ def _check_maxima(order: Sequence[Node], nodes: Mapping[Node, Node]) -> None:
     """The maximum of a row without keys is 0 in a program: it may be subtracted, no more."""
     maxima: set[Node] = set()
     for x in order:
-        if x.op == "reduce" and x.value.kind == MAX:
+        if x.kind == MAX:
             if x.args[0] in nodes and _may_lack_keys(x.args[0], nodes):
                 maxima.add(x)
         elif any(a in maxima for a in x.args) and not _is_subtracted(x, maxima):
@@ -175,7 +175,7 @@ def _check_maxima(order: Sequence[Node], nodes: Mapping[Node, Node]) -> None:
 def _is_subtracted(x: Node, maxima: Collection[Node]) -> bool:
     if x.op != "linear":
         return False
-    terms = list(zip(x.value[1], x.args, strict=True))
+    _, terms = terms_of(x)
     return all(c < 0.0 for c, t in terms if t in maxima) and any(t not in maxima for _, t in terms)
 
 
@@ -216,11 +216,11 @@ def _scale(x: Node, behind: Collection[Node], scaled: Mapping[Node, float]) -> f
 
     None if it is a sum or difference of them.
     """
-    if x.op == "reduce" and x.value.kind == SUM:
+    if x.kind == SUM:
         return scaled.get(x.args[0], 1.0)
     if x.op != "linear":
         return 0.0
-    terms = [(c, t) for c, t in zip(x.value[1], x.args, strict=True) if t in behind]
+    terms = [(c, t) for c, t in terms_of(x)[1] if t in behind]
     if all(abs(c) == 1.0 and t not in scaled for c, t in terms):
         return None
     return min(c * scaled.get(t, 1.0) if c > 0.0 else 0.0 for c, t in terms)

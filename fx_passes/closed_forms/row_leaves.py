@@ -66,7 +66,7 @@ class Leaves:
 
     def ids_of(self, x: Node) -> Node | None:
         """Returns the ids of a condition that a key is one of them."""
-        if x.op == "reduce" and x.value.kind == ANY:
+        if x.kind == ANY:
             hit, entries = x.args[0], x.value.axis
         else:
             hit, entries = x, None

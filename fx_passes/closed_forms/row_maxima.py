@@ -55,10 +55,9 @@ def with_largest(
     """
 
     def change(x: Node, args: tuple[Node, ...]) -> Node:
-        kind = x.value.kind if x.op == "reduce" else None
-        if kind not in (MAX, ARGMAX) or not is_of_keys(x, keys):
+        if x.kind not in (MAX, ARGMAX) or not is_of_keys(x, keys):
             return remade(x, args)
-        return _largest(x) if kind == MAX else _place(x, narrow)
+        return _largest(x) if x.kind == MAX else _place(x, narrow)
 
     made = rebuilt(roots, change, lambda x: not is_of_keys(x, keys))
     return [made[x] for x in roots]
@@ -87,7 +86,7 @@ def _log_sum_exp(elements: Node, found: Node) -> Node:
     """The log-sum-exp of elements as they are, over the axis of a maximum or its place."""
     axis = found.value.axis
     lse = reduced(LOGSUMEXP, axis, elements)
-    is_one = lse.op == "reduce" and lse.value.kind == LOGSUMEXP
+    is_one = lse.kind == LOGSUMEXP
     if not is_one or lse.args[0] is not substitute(elements, {axis: index(lse.value.axis)}):
         raise NoForm(OF_OTHERS, found)
     return lse

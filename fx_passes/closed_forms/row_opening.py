@@ -18,6 +18,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
     is_of_keys,
     key_position,
     name_of,
+    operands_in,
     places_of,
     products_in,
 )
@@ -75,15 +76,12 @@ def matched(x: Node, y: Node, names: dict[Axis, Axis]) -> bool:
             if not all(_named(a, b, names) for a, b in zip(x.value, y.value, strict=True)):
                 return False
         case "linear":  # whose terms are sorted by the names of their axes, too
-            return x.value[0] == y.value[0] and _are_matched(_terms(x), _terms(y), names)
+            (constant, terms), (other, others) = terms_of(x), terms_of(y)
+            return constant == other and _are_matched(terms, others, names)
         case _:
             if x.value != y.value:
                 return False
     return all(matched(a, b, names) for a, b in zip(x.args, y.args, strict=True))
-
-
-def _terms(x: Node) -> list[tuple[float, Node]]:
-    return list(zip(x.value[1], x.args, strict=True))
 
 
 def _are_matched(
@@ -142,7 +140,7 @@ class Opening:
     def _at_one_key(self, product: Node, known: Node, names: dict[Axis, Axis]) -> bool:
         """Whether a product is another one at one key of each row."""
         place = key_position(known, self.places)
-        if place is None or tuple(map(name_of, product.args)) != tuple(map(name_of, known.args)):
+        if place is None or operands_in(product) != operands_in(known):
             return False
         names.clear()
         pairs = [
@@ -223,12 +221,12 @@ class Opening:
                 raise NoForm("a sum over a dimension along which nothing varies", x)
             return x
         is_plain = len(self.keys) == 1 and self._chosen_ids(inside, axis) is None
-        if x.value.kind == ARGMAX and not (is_plain and is_of_keys(x, self.places, inside)):
+        if x.kind == ARGMAX and not (is_plain and is_of_keys(x, self.places, inside)):
             raise NoForm("argmax of some keys", x)
         if not is_of_keys(x, self.places, inside):
             free = self._heads(axis, inside)
             opened = self.of(substitute(body, {axis: index(free)}))
-            return self._summed(x.value.kind, opened, free)
+            return self._summed(x.kind, opened, free)
         outside = set(self.keys) & x.axes
         if outside and outside & set(self.part_of(inside, axis) or self.keys):
             raise NoForm("an axis of the scores meets itself in another place", x)
@@ -238,7 +236,7 @@ class Opening:
         if len(self.keys) == 1:
             if axis.size != self.keys[0].size:
                 raise NoForm(SOME_KEYS, x)
-            return self._summed(x.value.kind, self.of(substitute(body, {axis: self.position})))
+            return self._summed(x.kind, self.of(substitute(body, {axis: self.position})))
         return self._of_blocks(x, inside)
 
     def _heads(self, axis: Axis, inside: list[Node]) -> Axis:
@@ -253,7 +251,7 @@ class Opening:
         return fresh_axis(axis.size)
 
     def _of_blocks(self, x: Node, inside: list[Node]) -> Node:
-        axis, body, kind = x.value.axis, x.args[0], x.value.kind
+        axis, body, kind = x.value.axis, x.args[0], x.kind
         part = self.part_of(inside, axis)
         if part is None:
             if axis.size != num_positions(self.keys):
@@ -309,9 +307,9 @@ class Opening:
         body = _at_all_keys(body, at, self.position, hit, free)
         if free in body.axes:
             raise NoForm("chosen entries of rows meet a tensor of as many", x)
-        nothing = const(0.0 if x.value.kind == SUM else -math.inf)
+        nothing = const(0.0 if x.kind == SUM else -math.inf)
         kept = intern("where", (hit, body, nothing), None, body.dtype, hit.axes | body.axes, False)
-        return self._summed(x.value.kind, self.of(kept))
+        return self._summed(x.kind, self.of(kept))
 
 
 def with_whole_rows(root: Node, places: frozenset[Place], keys: tuple[Axis, ...]) -> Node:

@@ -67,7 +67,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
     has_products,
     is_entered,
     maxima_places_in,
-    name_of,
+    operands_in,
     places_of_keys,
     products_in,
     sites_of,
@@ -394,7 +394,7 @@ def _connected(sites: list[Node]) -> list[Node]:
 
 
 def _products_of(site: Node) -> set[Any]:
-    return {tuple(map(name_of, x.args)) for x in products_in([site])}
+    return set(map(operands_in, products_in([site])))
 
 
 def _numbered(
@@ -422,7 +422,7 @@ def _check_chosen(logarithms: Sequence[Node], opened: Iterable[Node]) -> None:
     """
     hidden = {frozenset(_products_of(x)) for x in logarithms if is_filled(x.args[0], HIDES)}
     for x in opened:
-        if x.op == "reduce" and x.value.kind == LOGSUMEXP and _products_of(x) in hidden:
+        if x.kind == LOGSUMEXP and _products_of(x) in hidden:
             raise NoForm("the logarithm of some probabilities of a row, which a mask may make 0")
 
 

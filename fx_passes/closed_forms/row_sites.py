@@ -32,7 +32,7 @@ def products_in(roots: Iterable[Node]) -> list[Node]:
 
 def maxima_places_in(roots: Iterable[Node]) -> list[Node]:
     """Returns the places of maxima in expressions."""
-    return [x for x in walk(roots, is_entered) if x.op == "reduce" and x.value.kind == ARGMAX]
+    return [x for x in walk(roots, is_entered) if x.kind == ARGMAX]
 
 
 _products: weakref.WeakKeyDictionary[Node, frozenset[Node]] = weakref.WeakKeyDictionary()
@@ -60,9 +60,14 @@ def name_of(x: Node) -> tuple[Any, ...]:
     return (x,)
 
 
+def operands_in(product: Node) -> tuple[object, ...]:
+    """Returns what both tensors of a product are, whatever positions it reads."""
+    return tuple(map(name_of, product.args))
+
+
 def places_of(product: Node, axis: Axis) -> set[Place]:
     """Returns where an axis stands in a product: at ids, the one that nothing else has."""
-    names = tuple(map(name_of, product.args))
+    names = operands_in(product)
     every = [
         (side, d, at)
         for side, operand in enumerate(product.args)
@@ -111,7 +116,7 @@ def bindings_of(roots: Iterable[Node]) -> list[Binding]:
         axis = x.value if x.op == "log_softmax" else x.value.axis
         products = sorted((p for p in inside[x] if axis in p.axes), key=lambda p: p.digest)
         if products:
-            says = x.op == "log_softmax" or x.value.kind in (ARGMAX, LOGSUMEXP, MAX)
+            says = x.op == "log_softmax" or x.kind in (ARGMAX, LOGSUMEXP, MAX)
             says = says and not said[x]
             said[x] |= says
             found.append(Binding(x, axis, tuple(products), says))
@@ -124,7 +129,7 @@ def places_of_keys(bindings: Sequence[Binding]) -> list[frozenset[Place]]:
     if said:
         return [_closed(said, bindings)]
     found: dict[frozenset[Place], None] = {}
-    sums = [b for b in reversed(bindings) if b.node.op == "reduce" and b.node.value.kind == SUM]
+    sums = [b for b in reversed(bindings) if b.node.kind == SUM]
     sums = [b for b in sums if all(_is_of_one(p, b.axis) for p in b.products)]
     # the vocabulary before a dimension of tokens: others would be heads, with a weight each
     for b in sorted(sums, key=lambda b: any(_has_more_rows(p, b.axis) for p in b.products)):
@@ -170,7 +175,7 @@ def stands_at(products: Iterable[Node], axis: Axis, keys: Set[Place]) -> bool:
 
 def key_position(product: Node, keys: frozenset[Place]) -> tuple[int, int] | None:
     """Returns which operand has the keys, and in which dimension."""
-    names = tuple(map(name_of, product.args))
+    names = operands_in(product)
     found = [(side, d) for n, side, d in keys if n == names]
     return min(found) if found else None
 

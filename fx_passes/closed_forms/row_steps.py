@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
 from torch_streamkl.fx_passes.closed_forms.row_leaves import Leaves
 from torch_streamkl.fx_passes.closed_forms.row_sites import has_products
-from torch_streamkl.program.canonical import ADDED, linear, terms_of
+from torch_streamkl.program.canonical import ADDED, factors_of, linear, terms_of
 from torch_streamkl.program.graph import (
     ANY,
     ARGMAX,
@@ -263,7 +263,7 @@ class Steps:
             return () if self._is_leaf(x) else x.args
         free = self._added(x) if x.op == "linear" else None
         kept = [a for a in x.args if has_products(a) or x.op == "product"]
-        parts = [f for a in kept for f in (a.args if a.op == "product" else (a,))]
+        parts = [f for a in kept for f in factors_of(a)]
         return (*parts, *((free,) if free is not None and free.op != "const" else ()))
 
     def _is_leaf(self, x: Node) -> bool:
@@ -279,14 +279,11 @@ class Steps:
         if not has_products(x):
             return self._total([(c, self.nodes[t]) for c, t in terms], constant, x.dtype)
         rest = self._added(x)
-        made = [(c, self._factors(t)) for c, t in terms if has_products(t)]
+        made = [(c, factors_of(t)) for c, t in terms if has_products(t)]
         total = self._grouped(made)
         if rest.op == "const":
             return self._total(total, rest.value)
         return self._total([*total, (1.0, cast(self.nodes[rest], FLOAT))], 0.0)
-
-    def _factors(self, x: Node) -> tuple[Node, ...]:
-        return x.args if x.op == "product" else (x,)
 
     def _grouped(
         self, terms: Sequence[tuple[float, tuple[Node, ...]]]
@@ -401,7 +398,7 @@ class Steps:
 
     def _reduction(self, x: Node, body: Node) -> Node:
         """A reduction that elements use: over keys, or over the heads of a product."""
-        kind, axis = x.value.kind, x.value.axis
+        kind, axis = x.kind, x.value.axis
         if axis == self.whole:
             if kind == ANY:
                 count = self.tracer.reduce(SUM, cast(body, FLOAT))
@@ -421,7 +418,7 @@ class Steps:
         while (
             not set(axes) & {self.whole, *self.leaves.parts}
             and inner.op == "reduce"
-            and x.value.kind == inner.value.kind == SUM
+            and x.kind == inner.kind == SUM
             and inner.value.axis not in (self.whole, *self.leaves.parts)
             and has_products(inner)
         ):
@@ -432,8 +429,8 @@ class Steps:
     def _over_heads(self, x: Node, body: Node) -> Node:
         axes, _ = self._summed(x)
         heads = next((h for h in self.axes.heads if set(h) == set(axes)), None)
-        is_log = x.value.kind == LOGSUMEXP and x.args[0].range[1] <= 0.0  # of probabilities
-        if heads is None or not self.axes.is_summed or not (x.value.kind == SUM or is_log):
+        is_log = x.kind == LOGSUMEXP and x.args[0].range[1] <= 0.0  # of probabilities
+        if heads is None or not self.axes.is_summed or not (x.kind == SUM or is_log):
             raise NoForm("a sum over rows or some heads comes before the sum over the keys", x)
         body = apply("exp", body) if is_log else cast(body, FLOAT)
         if body.head != self.axes.numbers[heads]:

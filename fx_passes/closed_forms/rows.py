@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from torch_streamkl.fx_passes.closed_forms.heads import mentions_softmax
 from torch_streamkl.fx_passes.closed_forms.masks import num_keys_of
 from torch_streamkl.fx_passes.closed_forms.row_sites import is_entered
 from torch_streamkl.fx_passes.closed_forms.score_form import IMPROBABLE
@@ -32,7 +33,7 @@ def sums_over_keys(roots: Iterable[Node]) -> set[Node]:
         if x.op == "log_softmax" and not keys[x]:
             keys[x] = frozenset((x.value,))
         if x.op == "reduce":
-            if x.value.kind == SUM and x.value.axis in keys[x]:
+            if x.kind == SUM and x.value.axis in keys[x]:
                 found.add(x)
             keys[x] -= {x.value.axis}
     return found
@@ -41,7 +42,7 @@ def sums_over_keys(roots: Iterable[Node]) -> set[Node]:
 def keys_first(root: Node) -> Node:
     """Returns a program whose sums over keys are inside of those over rows and heads."""
     wanted = sums_over_keys([root])
-    if not any(x.args[0].op == "reduce" and x.args[0].value.kind == SUM for x in wanted):
+    if not any(x.args[0].kind == SUM for x in wanted):
         return root
 
     def change(x: Node, args: tuple[Node, ...]) -> Node:
@@ -53,13 +54,13 @@ def keys_first(root: Node) -> Node:
 def _swapped(x: Node) -> Node:
     """A sum over keys of a sum over rows as a sum over rows of one over keys."""
     axes, body = list[Axis](), x
-    while body.op == "reduce" and body.value.kind == SUM:
+    while body.kind == SUM:
         axes.append(fresh_axis(body.value.axis.size))
         body = opened(body, axes[-1])
     if len(axes) < 2:
         return x
     key = axes.pop(0)
-    if not any(y.op == "log_softmax" and y.value == key for y in walk([body])):
+    if not mentions_softmax(body, key):
         return x
     body = reduced(SUM, key, body)
     for axis in reversed(axes):
@@ -76,7 +77,7 @@ def shortened(root: Node) -> Node:
 
     def change(x: Node, args: tuple[Node, ...]) -> Node:
         x = remade(x, args)
-        if x.op != "reduce" or x.value.kind != LOGSUMEXP:
+        if x.kind != LOGSUMEXP:
             return x
         key = fresh_axis(x.value.axis.size)
         body = opened(x, key)
@@ -88,7 +89,7 @@ def shortened(root: Node) -> Node:
         own = fresh_axis(int(count.value))
         return reduced(LOGSUMEXP, own, substitute(body.args[1], {key: index(own)}))
 
-    is_there = (x.op == "reduce" and x.value.kind == LOGSUMEXP for x in walk([root]))
+    is_there = (x.kind == LOGSUMEXP for x in walk([root]))
     return rebuilt_root(root, change, is_outside) if any(is_there) else root
 
 
@@ -101,7 +102,7 @@ def distributed(site: Node) -> Node | None:
         return None
     factors = list[Node]()
     for x in terms[0][1].args:
-        while x.op == "reduce" and x.value.kind == SUM and key in x.axes:
+        while x.kind == SUM and key in x.axes:
             axes.append(fresh_axis(x.value.axis.size))
             x = opened(x, axes[-1])
         factors.append(x)

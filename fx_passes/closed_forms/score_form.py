@@ -102,7 +102,7 @@ def has_product(x: Node, key: Axis) -> bool:
 
 def _is_of_product(x: Node) -> bool:
     """Whether a sum is one of products of products, as of an adapter."""
-    return x.op == "reduce" and x.value.kind == SUM and is_of_products(*x.args)
+    return x.kind == SUM and is_of_products(*x.args)
 
 
 def read(score: Node, key: Axis) -> ScoreForm:
@@ -154,7 +154,7 @@ def _inside(x: Node, key: Axis, steps: list[Step]) -> Node:
         case "tanh":
             steps.append(_with_tanh)
             return x.args[0]
-        case "reduce" if x.value.kind == SUM and has_product(x, key):
+        case "reduce" if x.kind == SUM and has_product(x, key):
             return _product_of_computed(x, key)
         case "exp" if x.args[0].op == "log_softmax":
             raise NoForm("softmax of values that are probabilities already (double softmax)", x)
@@ -246,7 +246,7 @@ def _plain(x: Node, key: Axis) -> tuple[Node, tuple[Factor, ...]]:
     """A term of a sum of products: the product and its factors."""
     if x.op == CONTRACT:
         return x, ()
-    if x.op == "reduce" and x.value.kind == SUM:
+    if x.kind == SUM:
         return _product_of_computed(x, key), ()
     if x.op == "div" and not has_product(x.args[1], key):
         product, factors = _plain(x.args[0], key)
@@ -256,7 +256,7 @@ def _plain(x: Node, key: Axis) -> tuple[Node, tuple[Factor, ...]]:
         if len(cores) == 1:
             product, factors = _plain(cores[0], key)
             return product, (*factors, *(Factor(y) for y in x.args if y is not cores[0]))
-    if any(y.op == "log_softmax" for y in walk([x])):
+    if has_op(x, "log_softmax"):
         raise NoForm("log-probabilities of several distributions are added to scores", x)
     raise NoForm(OF_ANOTHER_PRODUCT, x)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch_streamkl.fx_passes.closed_forms.form import is_of_products, is_softmax
 from torch_streamkl.fx_passes.closed_forms.rows import is_outside, sums_over_keys
-from torch_streamkl.program.canonical import linear, product, terms_of
+from torch_streamkl.program.canonical import factors_of, linear, product, terms_of
 from torch_streamkl.program.fresh_axes import fresh_axis
 from torch_streamkl.program.functions import quotient
 from torch_streamkl.program.graph import CONTRACT, LOGSUMEXP, SUM, Axis, Node, Size
@@ -44,11 +44,11 @@ class _Term:
 
     @property
     def is_normaliser(self) -> bool:
-        return bool(self.reduction.value.kind == LOGSUMEXP)
+        return self.reduction.kind == LOGSUMEXP
 
     @property
     def num_rows(self) -> int:
-        return len(_chain(self.inside)) - (self.reduction.value.kind == SUM)
+        return len(_chain(self.inside)) - (self.reduction.kind == SUM)
 
 
 def joined(root: Node, of: Iterable[Node]) -> list[Joined]:
@@ -59,7 +59,7 @@ def joined(root: Node, of: Iterable[Node]) -> list[Joined]:
         if x.op != "linear":
             continue
         groups: dict[tuple[_Around, _Shape], list[_Term]] = {}
-        terms = list(zip(x.value[1], x.args, strict=True))
+        constant, terms = terms_of(x)
         for c, t in terms:
             around, inside = _unwrapped(t)
             term = _term(c, t, inside, every)
@@ -67,12 +67,12 @@ def joined(root: Node, of: Iterable[Node]) -> list[Joined]:
                 groups.setdefault((around, _shape(term)), []).append(term)
         alone = [(around, group) for (around, _), group in groups.items()]
         for around, group in (*alone, *_of_scaled_scores(groups)):
-            parts = tuple(t.reduction for t in group if t.reduction.value.kind == SUM)
+            parts = tuple(t.reduction for t in group if t.reduction.kind == SUM)
             if len(group) < 2 or not wanted.intersection(parts):
                 continue
             whole = _one_sum(group)
             rest = [(c, t) for c, t in terms if not any(t is y.term for y in group)]
-            replacement = linear(x.value[0], [*rest, (1.0, _wrapped(around, whole))])
+            replacement = linear(constant, [*rest, (1.0, _wrapped(around, whole))])
             found.append(Joined(x, replacement, parts, whole))
     return found
 
@@ -94,7 +94,7 @@ def _of_scaled_scores(
 def _term(c: float, x: Node, inside: Node, every: set[Node]) -> _Term | None:
     chain = _chain(inside)
     last = chain[-1].args[0] if chain else inside
-    if last.op == "reduce" and last.value.kind == LOGSUMEXP:
+    if last.kind == LOGSUMEXP:
         is_score = any(y.op == CONTRACT and last.value.axis in y.axes for y in walk([last]))
         return _Term(c, x, inside, last) if is_score else None
     if chain and chain[-1] in every:
@@ -121,7 +121,7 @@ def _unwrapped(x: Node) -> tuple[_Around, Node]:
     if x.op == "div":
         return ("div", x.args[1]), x.args[0]
     if x.op == "product":
-        sums = [y for y in x.args if y.op == "reduce" and y.value.kind in (SUM, LOGSUMEXP)]
+        sums = [y for y in x.args if y.kind in (SUM, LOGSUMEXP)]
         if len(sums) == 1:
             return ("product", *(y for y in x.args if y is not sums[0])), sums[0]
     return None, x
@@ -130,7 +130,7 @@ def _unwrapped(x: Node) -> tuple[_Around, Node]:
 def _chain(x: Node) -> list[Node]:
     """A sum, the sum that it is of, and so on."""
     found = list[Node]()
-    while x.op == "reduce" and x.value.kind == SUM:
+    while x.kind == SUM:
         found.append(x)
         x = x.args[0]
     return found
@@ -167,8 +167,8 @@ def _normalised(
     constant, left = 0.0, list[tuple[float, Node]]()
     for c, lse in normalisers:
         for i, (k, body) in enumerate(bodies):
-            weights = [y for y in _factors(body) if is_softmax(y, key)]
-            rest = product(*(y for y in _factors(body) if y not in weights))
+            weights = [y for y in factors_of(body) if is_softmax(y, key)]
+            rest = product(*(y for y in factors_of(body) if y not in weights))
             if len(weights) != 1 or not is_of_products(rest):
                 continue
             shift, terms = terms_of(rest)
@@ -180,7 +180,3 @@ def _normalised(
         else:
             left.append((c, lse))
     return constant, bodies, left
-
-
-def _factors(x: Node) -> tuple[Node, ...]:
-    return x.args if x.op == "product" else (x,)

@@ -90,7 +90,7 @@ def decided(condition: Node, world: World) -> bool | None:
 def _has_no_key(condition: Node, world: World) -> bool:
     """Whether a condition of a row says that a key meets conditions that no key meets."""
     for x in condition.args:
-        if x.op == "reduce" and x.value.kind == ANY:
+        if x.kind == ANY:
             known = literals(opened(x, world.key)) | (set(condition.args) - {x})
             if any(empty <= known for empty in world.empty):
                 return True
@@ -119,7 +119,7 @@ def _may_be_hidden(x: Node, world: World) -> bool:
 
 def _has_key(condition: Node, world: World) -> bool | None:
     """Whether a condition holds at some key of the row."""
-    if condition.value.kind != ANY:
+    if condition.kind != ANY:
         return None
     inner = opened(condition, world.key)
     if world.is_allowed and decided(inner, world):

@@ -48,11 +48,10 @@ class Selections:
 
     def is_count(self, count: Size, size: Size) -> bool:
         """Returns whether a size is that of inserted positions, which the analysis calls count."""
-        selection, each = self.masked.get(str(expression(count)), (None, 0))
-        made = self.positions.get(selection)
-        if made is None or each != 1:
+        found = self.count_of(str(expression(count)))
+        if found is None or found[1] != 1:
             return False
-        return bool(expression(tensor_of(made).shape[0]) == expression(size))
+        return bool(expression(tensor_of(found[0]).shape[0]) == expression(size))
 
     def has_inference_mode(self, graph: fx.Graph) -> bool:
         """Returns whether a graph enters inference mode anywhere; nothing inserted does."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.nodes import (
+    argument,
     descendants,
     example,
     has_gradient,
@@ -61,11 +62,7 @@ def draws_random(node: fx.Node) -> bool:
     """Returns whether a node draws random numbers."""
     name = name_of(node)
     if name == "dropout":
-        p, training = (
-            node.kwargs.get(key, node.args[i] if len(node.args) > i else None)
-            for i, key in ((1, "p"), (2, "training"))
-        )
-        return not (p == 0.0 or training is False)
+        return argument(node, 1, "p") != 0.0 and argument(node, 2, "training") is not False
     return name.removesuffix("_") in RANDOM_NAMES or any(part in name for part in RANDOM)
 
 

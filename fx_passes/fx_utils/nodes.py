@@ -84,6 +84,11 @@ def named_arguments(node: fx.Node, operator: object = None) -> dict[str, Any]:
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
+def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
+    """Returns an argument of a call, which is given by its place or its name."""
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
 def nodes_in(arguments: Any) -> list[fx.Node]:
     """Returns the nodes among arguments, however nested."""
     found: list[fx.Node] = []

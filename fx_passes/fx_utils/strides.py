@@ -48,16 +48,25 @@ def with_strides_of(build: Builder, x: fx.Node, like: Tensor) -> fx.Node:
     return x
 
 
-def with_layout_of(
-    build: Builder, x: fx.Node, node: fx.Node, written: Container[int | None]
-) -> fx.Node:
-    """Returns ``x`` in the memory layout of a node's value, or in its own if no code can tell.
+def as_user(build: Builder, x: fx.Node, node: fx.Node, written: Container[int | None]) -> fx.Node:
+    """Returns a value in the type of a node's, whose shape it must have, and in its memory layout.
 
-    A column of probabilities lies as far apart as their rows. ``written`` is the memory that the
-    graph writes to.
+    It stays in its own layout if no code can tell: a column of probabilities lies as far apart as
+    their rows. ``written`` is the memory that the graph writes to.
     """
+    like = tensor_of(node)
+    x = build.cast(x, like.dtype)
+    made = tensor_of(x)
+    # a number of selected rows has a symbol of its own in the rewritten graph
+    if len(made.shape) != len(like.shape) or not all(
+        provably_equal(a, b) or (is_unknown(a) and is_unknown(b))
+        for a, b in zip(made.shape, like.shape, strict=True)
+    ):
+        raise Unsupported(
+            f"the fused value has shape {tuple(made.shape)}, the user's {tuple(like.shape)}"
+        )
     try:
-        return with_strides_of(build, x, tensor_of(node))
+        return with_strides_of(build, x, like)
     except Unsupported:
         if strides_are_seen(node, x, build, written):
             raise

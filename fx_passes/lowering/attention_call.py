@@ -13,13 +13,13 @@ import torch
 from torch import fx
 
 from torch_streamkl.attention import ops
+from torch_streamkl.fx_passes.closed_forms.earliest import ProductType
 from torch_streamkl.fx_passes.closed_forms.form import STUDENT, Bias, Call, Factor, Masks, Side
 from torch_streamkl.fx_passes.closed_forms.masks import conditions_of
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import needs_gradient, tensor_of
 from torch_streamkl.fx_passes.lowering.empty_rows import rows_with_keys
 from torch_streamkl.fx_passes.lowering.writer import Writer
-from torch_streamkl.fx_passes.planning.divergences import ProductType
 from torch_streamkl.fx_passes.reading.arrays import Dim
 from torch_streamkl.program.canonical import all_of, choose, product
 from torch_streamkl.program.divergences import named

@@ -8,7 +8,7 @@ from torch_streamkl.program.graph import SUM, Axis, Node
 def axes_of(x: Node) -> list[Axis]:
     """Returns the axes of a reduction, and of sums in a sum."""
     axes = [x.value.axis]
-    while x.value.kind == SUM and _is_sum(x.args[0]):
+    while x.kind == x.args[0].kind == SUM:
         x = x.args[0]
         axes.append(x.value.axis)
     return axes
@@ -20,7 +20,7 @@ def inputs_of(x: Node) -> tuple[Node, ...]:
     Of a sum of sums it is what the innermost has. Of what is not negative, and of the logarithm of
     1 and more, it is the terms of a sum.
     """
-    while _is_sum(x) and _is_sum(x.args[0]):
+    while x.kind == SUM and x.args[0].kind == SUM:
         x = x.args[0]
     if is_log1p(x) or (x.op == "nonnegative" and x.args[0].op == "linear"):
         x = x.args[0]
@@ -30,7 +30,3 @@ def inputs_of(x: Node) -> tuple[Node, ...]:
 def is_log1p(x: Node) -> bool:
     """Returns whether an expression is the logarithm of 1 and more."""
     return x.op == "log" and x.args[0].op == "linear" and x.args[0].value[0] == 1.0
-
-
-def _is_sum(x: Node) -> bool:
-    return x.op == "reduce" and x.value.kind == SUM

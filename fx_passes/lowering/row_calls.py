@@ -16,10 +16,9 @@ from torch_streamkl.fx_passes.closed_forms.row_program import RowForm
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import storage_of, tensor_of
-from torch_streamkl.fx_passes.fx_utils.strides import may_be_written
+from torch_streamkl.fx_passes.fx_utils.strides import as_user, may_be_written
 from torch_streamkl.fx_passes.lowering import entry_calls
 from torch_streamkl.fx_passes.lowering.attention_call import widest_of
-from torch_streamkl.fx_passes.lowering.divergences import as_user
 from torch_streamkl.fx_passes.lowering.writer import Writer
 from torch_streamkl.fx_passes.planning.row_plans import ProgramPlan, RowOutput
 from torch_streamkl.fx_passes.reading.positions import is_relative, is_signed, key_of

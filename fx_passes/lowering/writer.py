@@ -203,7 +203,7 @@ class Writer:
             case "log_softmax":
                 return self._log_softmax(x.value, args[0])
             case "reduce":
-                return self._reduced(x.value.kind, axes_of(x), args[0])
+                return self._reduced(x.kind, axes_of(x), args[0])
         if x.op in FUNCTIONS:
             if all(a.is_number for a in args) and FUNCTIONS[x.op] in OF_NUMBERS:
                 return Placed(self._of_numbers(FUNCTIONS[x.op], *(a.node for a in args)))
@@ -334,17 +334,12 @@ class Writer:
         pairs = sorted(terms, key=lambda p: p[0] < 0.0)
         total: Placed | None = None
         for c, a in pairs:
-            c = int(c) if is_int else c
-            if total is None or abs(c) != 1:
-                c_left = c if total is None else abs(c)
-                term = a if c_left == 1 else self._scaled(a, c_left)
-                sign = 1 if total is None or c > 0 else -1
-            else:
-                term, sign = a, 1 if c > 0 else -1
+            factor = c if total is None else abs(c)
+            term = a if factor == 1 else self._scaled(a, int(factor) if is_int else factor)
             if total is None:
                 total = term
-                continue
-            total = self._joined(torch.add if sign > 0 else torch.sub, total, term)
+            else:
+                total = self._joined(torch.add if c > 0 else torch.sub, total, term)
         number = int(constant) if is_int else constant
         if total is None:
             return Placed(number)

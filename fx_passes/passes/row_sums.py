@@ -23,6 +23,7 @@ from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import has_effect, under_no_grad, written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
+    argument,
     descendants,
     example,
     following,
@@ -67,7 +68,7 @@ def sum_rows_in_forward(graph: fx.Graph, builder: MakeBuilder) -> list[fx.Node]:
 def _weights(node: fx.Node) -> set[int | None]:
     """Returns the memory of the LM heads whose gradients a call computes."""
     if node.target in (linear_ops.linear_kl, linear_ops.linear_kl_sum):
-        given: Any = [node.args[1]] if len(node.args) > 1 else [node.kwargs["student_weight"]]
+        given = [argument(node, 1, "student_weight")]
     elif node.target is row_op.row_program:
         given = [x for x in node.args[0] if tensor_of(x).requires_grad]  # type: ignore[union-attr]
     else:

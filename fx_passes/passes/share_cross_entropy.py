@@ -28,6 +28,7 @@ from torch_streamkl.fx_passes.fx_utils.dtensors import PLACED
 from torch_streamkl.fx_passes.fx_utils.mutation import autograd_modes, is_in_place, written_memory
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
+    argument,
     example,
     is_call,
     is_tensor,
@@ -150,7 +151,7 @@ def _grad_flows_like(node: fx.Node, logits: Array) -> bool:
 
 
 def _labels(node: fx.Node) -> Any:
-    return node.args[1] if len(node.args) > 1 else node.kwargs.get("target")
+    return argument(node, 1, "target")
 
 
 def _temperature(call: fx.Node, logits: Array) -> float | None:

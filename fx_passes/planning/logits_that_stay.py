@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 
 from torch import fx
 
+from torch_streamkl.fx_passes.closed_forms.earliest import Divergence
 from torch_streamkl.fx_passes.closed_forms.form import LINEAR, Side
 from torch_streamkl.fx_passes.closed_forms.row_sites import products_in
 from torch_streamkl.fx_passes.fx_utils.errors import NotWorthIt
 from torch_streamkl.fx_passes.fx_utils.nodes import name_of, said_name, tensor_of
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
-from torch_streamkl.fx_passes.planning.divergences import Divergence
 from torch_streamkl.fx_passes.planning.losses import Losses
 from torch_streamkl.fx_passes.planning.profitability import mib_of, why_twice_is_left
 from torch_streamkl.fx_passes.reading.positions import source_name

@@ -1,4 +1,4 @@
-"""Finds what operators may compute in a region: divergences, and other sums over keys."""
+"""Says which divergences of a region wait for row programs, or are a part of one."""
 
 from __future__ import annotations
 
@@ -7,20 +7,11 @@ from dataclasses import dataclass
 
 from torch_streamkl.fx_passes.capture.region import Region
 from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.closed_forms.earliest import Divergence, ProductType
 from torch_streamkl.fx_passes.closed_forms.form import ATTENTION, LINEAR
 from torch_streamkl.fx_passes.closed_forms.match import around
 from torch_streamkl.fx_passes.closed_forms.row_sites import bindings_of
-from torch_streamkl.fx_passes.planning.divergences import (
-    Divergence,
-    ProductType,
-    find_divergences,
-    product_types,
-)
-from torch_streamkl.fx_passes.planning.row_plans import (
-    ProgramPlan,
-    RowPlanner,
-    may_have_programs,
-)
+from torch_streamkl.fx_passes.planning.row_plans import ProgramPlan, RowPlanner
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import ANY, INT, Node
 from torch_streamkl.program.walks import walk
@@ -65,15 +56,6 @@ class Losses:
         return [d for d in heads if any(d.parts < every for every in outputs)]
 
 
-def find_losses(trace: Trace, region: Region, reading: Reading, row_programs: bool) -> Losses:
-    """Returns what operators may compute; other sums than divergences, if ``row_programs``."""
-    types = product_types(trace, reading)
-    has_planner = row_programs and may_have_programs(trace)
-    planner = RowPlanner(trace, reading, region, types) if has_planner else None
-    divergences = find_divergences(trace, reading)
-    return Losses(trace, region, reading, divergences, types, planner)
-
-
 def _needs_no_tensor(divergence: Divergence) -> bool:
     """Whether a row program needs no tensor of scores where an operator does.
 
@@ -111,7 +93,7 @@ def _are_gathered(keys: Node) -> bool:
 
 def _is_hit(x: Node) -> bool:
     """Whether a condition asks if a position is an id of a row."""
-    if x.op == "reduce" and x.value.kind == ANY:
+    if x.kind == ANY:
         return True
     is_position = x.op == "eq" and all(a.dtype == INT for a in x.args)
     return is_position and any(a.op == "index" for a in x.args)

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.mutation import written_memory
 from torch_streamkl.fx_passes.fx_utils.nodes import (
+    argument,
     example,
     following,
     is_call,
@@ -21,7 +22,6 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     nodes_in,
     storage_of,
     subgraphs_of,
-    users_of_body,
 )
 from torch_streamkl.fx_passes.fx_utils.shape_reads import LIKE, WITH_SIZES
 
@@ -55,11 +55,6 @@ class Readers:
 
 
 NO_READERS = Readers()
-
-
-def readers_of_body(owner: fx.GraphModule, name: str, outside: Readers) -> Readers:
-    """Returns the readers, in the graph that calls a body, of what the body returns."""
-    return readers_behind(users_of_body(owner, name), outside)
 
 
 def readers_behind(nodes: Sequence[fx.Node], outside: Readers = NO_READERS) -> Readers:
@@ -127,22 +122,20 @@ def _divides_by(node: fx.Node, sources: Sequence[fx.Node]) -> bool:
     """A number over infinity is 0."""
     if name_of(node).removesuffix("_") not in DIVISIONS:
         return False
-    divisor = node.args[1] if len(node.args) > 1 else node.kwargs.get("other")
-    return divisor in sources
+    return argument(node, 1, "other") in sources
 
 
 def _has_maximum(node: fx.Node) -> bool:
     if name_of(node).removesuffix("_") not in ("clamp", "clip"):
         return False
-    maximum = node.args[2] if len(node.args) > 2 else node.kwargs.get("max")
-    return maximum is not None
+    return argument(node, 2, "max") is not None
 
 
 def _has_other_power(node: fx.Node) -> bool:
     """A power of which infinity has a finite one, unlike a square."""
     if name_of(node).removesuffix("_") not in ("pow", "__pow__", "__ipow__", "float_power"):
         return False
-    exponent = node.args[1] if len(node.args) > 1 else node.kwargs.get("exponent")
+    exponent = argument(node, 1, "exponent")
     return not (isinstance(exponent, (int, float)) and exponent > 0)
 
 

@@ -10,6 +10,8 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import ENTRIES, Region
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
+from torch_streamkl.fx_passes.closed_forms import row_sites
+from torch_streamkl.fx_passes.closed_forms.earliest import ProductType
 from torch_streamkl.fx_passes.closed_forms.form import (
     NoForm,
     NotClosed,
@@ -27,10 +29,10 @@ from torch_streamkl.fx_passes.closed_forms.row_facts import (
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
 from torch_streamkl.fx_passes.closed_forms.row_sites import (
     bindings_of,
+    operands_in,
     places_of_keys,
     products_in,
 )
-from torch_streamkl.fx_passes.closed_forms.row_sites import name_of as source_of
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import (
     RECORDS,
@@ -52,7 +54,6 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.shape_reads import read_for_metadata
 from torch_streamkl.fx_passes.fx_utils.sizes import numel
-from torch_streamkl.fx_passes.planning.divergences import ProductType
 from torch_streamkl.fx_passes.planning.profitability import are_all_keys, why_small
 from torch_streamkl.fx_passes.planning.readers import Readers
 from torch_streamkl.fx_passes.planning.row_eager import OF_LABELS, check_eager, has_labels
@@ -163,7 +164,7 @@ class RowPlanner:
             x = self.reading.expression(node)
             if name_of(node) in MATMULS and x is not None:
                 for product in products_in([x]):
-                    found.setdefault(tuple(map(source_of, product.args)), node)
+                    found.setdefault(operands_in(product), node)
         return found
 
     # ------------------------------------------------------------------------ plans
@@ -197,7 +198,7 @@ class RowPlanner:
         return ProgramPlan(form, outputs, matmuls, frozenset(dtypes))
 
     def _matmul(self, product: Product) -> fx.Node | None:
-        names = tuple(map(source_of, (product.rows, product.keys)))
+        names = row_sites.name_of(product.rows), row_sites.name_of(product.keys)
         return self._matmuls.get(names) or self._matmuls.get(names[::-1])
 
     # ------------------------------------------------------------------------ choices
@@ -305,7 +306,7 @@ class RowPlanner:
             joined = self.plan(inner)
         except Unsupported:
             return None
-        matmuls = (self._matmuls.get(tuple(map(source_of, x.args))) for x in joined.of_rows)
+        matmuls = map(self._matmuls.get, map(operands_in, joined.of_rows))
         is_there = all(self.position[outer[n]] <= first for n in matmuls if n in outer)
         return joined if is_there else None
 
@@ -313,7 +314,7 @@ class RowPlanner:
         """What a sum reads: asked of every pair of sums."""
         if root not in self._read:
             exprs = [self.reading.array(root).expr]
-            products = frozenset(tuple(map(source_of, p.args)) for p in products_in(exprs))
+            products = frozenset(map(operands_in, products_in(exprs)))
             self._read[root] = _Read(products, frozenset(trained(exprs)))
         return self._read[root]
 

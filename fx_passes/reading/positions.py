@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from torch_streamkl.program.canonical import linear, terms_of
+from torch_streamkl.program.canonical import factors_of, linear, terms_of
 from torch_streamkl.program.graph import Axis, Node, Size, Source, index, size_of
 from torch_streamkl.program.reductions import substitute
 from torch_streamkl.program.walks import has_op, walk
@@ -77,7 +77,7 @@ def is_view(at: Node) -> bool:
 
 def scaled_index(x: Node) -> tuple[Axis, list[Node]] | None:
     """Returns the axis of an index times sizes, and the sizes; None if it is something else."""
-    factors = x.args if x.op == "product" else (x,)
+    factors = factors_of(x)
     indices = [f.value for f in factors if f.op == "index"]
     sizes = [f for f in factors if f.op == "size"]
     return (indices[0], sizes) if len(indices) == 1 and len(sizes) == len(factors) - 1 else None

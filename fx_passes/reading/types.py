@@ -142,7 +142,7 @@ def is_whole(x: Node) -> bool:
             return False
         if y.op == "const":
             continue
-        if y.op not in _KEEPS or (y.op == "reduce" and y.value.kind not in (SUM, MAX)):
+        if y.op not in _KEEPS or y.kind not in ("", SUM, MAX):
             return False
         todo += y.args
     return True

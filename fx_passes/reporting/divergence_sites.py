@@ -14,11 +14,11 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import compared_by_hand
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
+from torch_streamkl.fx_passes.closed_forms.earliest import Divergence
 from torch_streamkl.fx_passes.fx_utils.mutation import is_unused
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of, reached
 from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, MATMULS, SOFTMAXES
 from torch_streamkl.fx_passes.fx_utils.sizes import is_one
-from torch_streamkl.fx_passes.planning.divergences import Divergence
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.reader import Reading
 

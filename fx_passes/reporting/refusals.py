@@ -212,7 +212,7 @@ class Refusals:
         if node.target is operator.getitem:  # one of several results
             node = node.all_input_nodes[0]
         found = [self.levels.of(a) for a in node.all_input_nodes]
-        level = max((x for x in found), key=lambda x: x.value, default=Level.OTHER)
+        level = max(found, key=lambda x: x.value, default=Level.OTHER)
         if level in (Level.OTHER, Level.ROWS):
             return None
         name = name_of(node)

@@ -91,9 +91,7 @@ class ScoreLevels:
             if y not in self._pairs:
                 self._pairs[y] = self._pairs_of(y)
                 self._has_product[y] = y.op == CONTRACT or any(map(self._has_product.get, y.args))
-                is_softmax = y.op == "log_softmax" or (
-                    y.op == "reduce" and y.value.kind == LOGSUMEXP
-                )
+                is_softmax = y.op == "log_softmax" or y.kind == LOGSUMEXP
                 after = any(map(self._is_after_softmax.get, y.args))
                 self._is_after_softmax[y] = is_softmax or after
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.retrace import Trace
+from torch_streamkl.fx_passes.closed_forms.earliest import Divergence
 from torch_streamkl.fx_passes.fx_utils.nodes import (
     ancestors,
     example,
@@ -26,7 +27,6 @@ from torch_streamkl.fx_passes.fx_utils.sizes import (
     same_shape,
     shown_shape,
 )
-from torch_streamkl.fx_passes.planning.divergences import Divergence
 from torch_streamkl.fx_passes.reading.positions import source_name
 from torch_streamkl.fx_passes.reporting.divergence_sites import scores_of
 from torch_streamkl.fx_passes.reporting.large_tensors import (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
-from torch_streamkl.fx_passes.fx_utils.nodes import name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import argument, name_of
 
 SOFTMAXES = ("softmax", "log_softmax")
 
@@ -44,7 +44,7 @@ class GradientTerms:
 
     def softmax(self, node: fx.Node, x: Any, made: Any) -> Any:
         """Returns the softmax of ``x``, whose gradient also passes its terms with random signs."""
-        dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+        dim = argument(node, 1, "dim")
         if name_of(node) not in SOFTMAXES or not isinstance(dim, int):
             return made
         if not isinstance(made, Tensor) or not made.requires_grad:

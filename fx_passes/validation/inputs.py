@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.nodes import example, held_by, is_parameter, name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import (
+    argument,
+    example,
+    held_by,
+    is_parameter,
+    name_of,
+)
 from torch_streamkl.fx_passes.fx_utils.torch_names import is_traceable_wrapper_subclass
 from torch_streamkl.fx_passes.validation.options import NotChecked
 from torch_streamkl.fx_passes.validation.sizes import Sizes
@@ -197,13 +203,13 @@ def _role_of(leaf: fx.Node, nodes: list[fx.Node], sizes: Sizes) -> IntegerRole:
         elif name in ("gather", "take_along_dim", "index_select", "scatter", "index_add"):
             source, dim = _shape(node.args[0], sizes), node.args[1]
             if name == "take_along_dim":
-                dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
+                dim = argument(node, 2, "dim", 0)
             _at_most(role, source[dim] if source and isinstance(dim, int) else None)
         elif name in ("embedding", "embedding_bag"):
             weights = [_shape(a, sizes) for a in node.all_input_nodes if a.name not in same]
             _at_most(role, weights[0][0] if weights and weights[0] else None)
         elif name == "one_hot":
-            count = node.args[1] if len(node.args) > 1 else node.kwargs.get("num_classes", -1)
+            count = argument(node, 1, "num_classes", -1)
             _at_most(role, count if isinstance(count, int) and count > 0 else None)
         elif name == "getitem" and node.args[0] not in inputs:
             source = _shape(node.args[0], sizes)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
+from torch_streamkl.fx_passes.fx_utils.nodes import argument, example, name_of
 from torch_streamkl.fx_passes.validation.running import Result
 
 ROUNDINGS = 2  # each place was found by elements with an error of their own
@@ -42,7 +42,7 @@ class Places:
         if name_of(made) != name or source is None or not isinstance(x, Tensor):
             return None
         default = None if made is node and x.dim() > 1 else -1
-        dim = made.kwargs.get("dim", made.args[1] if len(made.args) > 1 else default)
+        dim = argument(made, 1, "dim", default)
         return cls(source, dim) if isinstance(dim, int) else None
 
     def agree(self, ours: Result, given: Result, exact: Result) -> Tensor | None:

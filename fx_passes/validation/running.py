@@ -153,15 +153,11 @@ def _fresh(value: Any, wide: bool) -> Any:
         return value
     copy = value.detach().clone(memory_format=torch.preserve_format)
     if copy.stride() != value.stride():
-        copy = (
-            torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=value.device
-            )
-            if 0 not in value.stride()
-            else value.detach()
-        )
+        copy = value.detach()
         if 0 not in value.stride():
-            copy.copy_(value.detach())
+            copy = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=value.device
+            ).copy_(copy)
     if wide and value.dtype in NARROW:
         copy = copy.double()
     return copy.requires_grad_(value.requires_grad)

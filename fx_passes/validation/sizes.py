@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import fx
 
+from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.validation.options import NotChecked
 
 log = logging.getLogger("torch_streamkl.rewrite")
@@ -76,18 +77,13 @@ def smaller_sizes(graph: fx.Graph) -> list[Sizes]:
 
 def _smaller_sizes(graph: fx.Graph) -> list[Sizes]:
     shapes, symbols = None, {}
-    for node in graph.nodes:
-        value = node.meta.get("example_value", node.meta.get("val"))
-        if node.op == "placeholder" and isinstance(value, torch.SymInt):
-            shapes = value.node.shape_env
-            for symbol in value.node.expr.free_symbols:
-                symbols[symbol] = value.node.shape_env.size_hint(symbol)
-        elif node.op == "placeholder" and isinstance(value, torch.Tensor):
-            for size in value.shape:
-                if isinstance(size, torch.SymInt) and size.node.hint is not None:
-                    shapes = size.node.shape_env
-                    for symbol in size.node.expr.free_symbols:
-                        symbols[symbol] = shapes.size_hint(symbol)
+    for node in graph.find_nodes(op="placeholder"):
+        value = example(node)
+        for size in value.shape if isinstance(value, torch.Tensor) else (value,):
+            if isinstance(size, torch.SymInt) and size.node.hint is not None:
+                shapes = size.node.shape_env
+                for symbol in size.node.expr.free_symbols:
+                    symbols[symbol] = shapes.size_hint(symbol)
     if shapes is None:
         return []
     found = []

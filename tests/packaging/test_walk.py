@@ -25,7 +25,7 @@ from torch_streamkl.fx_passes.validation import check
 PASSES = Path(backend.__file__).resolve().parent
 PAGE = (ROOT / "docs" / "how-it-works" / "architecture.md").read_text()
 HELPERS = {"fx_utils", "options", "ddp"}  # every stage may call them
-OF_INDUCTOR = 10  # the hop that is left out here: it takes a compilation
+OF_INDUCTOR = 8  # the hop that is left out here: it takes a compilation
 MOST_FILES = 120  # that one loss runs through, of those without helpers
 
 
@@ -43,10 +43,11 @@ def squared_error(q_s: Tensor, k_s: Tensor, q_t: Tensor, k_t: Tensor) -> Tensor:
 
 
 class Walk:
-    """Records the files of the rewrite whose functions run, and which stage calls which."""
+    """Records the functions of the rewrite that run, their files, and which stage calls which."""
 
     def __init__(self) -> None:
         self.files: list[str] = []  # in the order in which they are entered
+        self.functions: list[tuple[str, str]] = []  # with their files, in the same order
         self.calls: set[tuple[str, str]] = set()  # of stages
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
@@ -55,6 +56,9 @@ class Walk:
             return
         if file not in self.files:
             self.files.append(file)
+        function = file, frame.f_code.co_qualname
+        if function not in self.functions:
+            self.functions.append(function)
         caller = frame.f_back
         while caller is not None and not _file(caller.f_code.co_filename):
             caller = caller.f_back
@@ -94,24 +98,42 @@ def _hops(name: str = "walk") -> list[list[str]]:
     table = PAGE.split(f"<!-- {name}:begin -->")[1].split(f"<!-- {name}:end -->")[0]
     rows = [line.split("|") for line in table.splitlines() if re.match(r"\| \d", line)]
     assert [int(row[1]) for row in rows] == list(range(1, len(rows) + 1))
-    return [re.findall(r"`([\w/]+\.py)`", row[3]) for row in rows]
+    return [_named(row[3]) for row in rows]
+
+
+def _report() -> list[str]:
+    """The files of the report, which is no hop."""
+    (row,) = (line for line in PAGE.splitlines() if line.startswith("| none |"))
+    return _named(row)
+
+
+def _named(text: str) -> list[str]:
+    return re.findall(r"`([\w/]+\.py)`", text)
 
 
 @pytest.mark.parametrize("loss", [divergence, squared_error])
 def test_a_loss_goes_through_the_stages_in_their_order(loss: Any) -> None:
     walk, hops = _walk(loss), _hops()[: OF_INDUCTOR - 1]
+    hops.insert(-1, _report())  # before the check
     if loss is squared_error:  # what the page says of it
         of_programs = PAGE.split("A **row program**")[1].split("\n\n")[1]
-        files = re.findall(r"`([\w/]+\.py)`", of_programs)
-        assert set(files) <= set(walk.files)
-        hops = [hop[:1] for number, hop in enumerate(hops, 1) if number not in (5, 6)]
+        assert set(_named(of_programs)) <= set(walk.files)
+        hops = [hop[:1] for number, hop in enumerate(hops, 1) if number not in (4, 5)]
     entered = [walk.files.index(hop[0]) for hop in hops]
     assert entered == sorted(entered), [hop[0] for hop in hops]
     assert {file for hop in hops for file in hop} <= set(walk.files)
     assert f"So there are {len(_hops())} hops." in PAGE
-    known = {_stage(file) for hop in _hops() for file in hop} | HELPERS
+    known = {_stage(file) for hop in [*_hops(), _report()] for file in hop} | HELPERS
     assert {_stage(file) for file in walk.files} <= known
     assert sum(_stage(file) not in HELPERS for file in walk.files) <= MOST_FILES
+
+
+def test_a_reader_opens_these_functions() -> None:
+    listed = PAGE.split("<!-- functions:begin -->")[1].split("<!-- functions:end -->")[0]
+    named = re.findall(r"\d\. `([\w/]+\.py)`: `([\w.]+)`", listed)
+    assert len(named) == len(_hops())
+    entered = list(map(_walk(divergence).functions.index, named))
+    assert entered == sorted(entered)
 
 
 @pytest.mark.parametrize("loss", [divergence, squared_error])

@@ -13,8 +13,8 @@ from tests.support.distilled_step import WIDTH, Step, gradients
 from tests.support.hard_programs import EXACT, PROGRAMS, make_inputs
 from torch_streamkl.fx_passes import backend, fusing, pipeline
 from torch_streamkl.fx_passes.capture import retrace
+from torch_streamkl.fx_passes.closed_forms import earliest
 from torch_streamkl.fx_passes.lowering import attention_call, writer
-from torch_streamkl.fx_passes.planning import divergences, losses
 
 slow = pytest.mark.slow
 
@@ -188,12 +188,12 @@ STAGES = [
     (retrace, "trace_region"),
     (pipeline, "read_trace"),
     (pipeline, "divergence_sites"),
-    (losses, "find_divergences"),
-    (divergences, "match_program"),
+    (pipeline, "find_divergences"),
+    (earliest, "match_program"),
     (pipeline, "Aliases"),
     (pipeline, "score_sized_nodes"),
     (fusing, "describe"),
-    (fusing.divergences, "emit"),
+    (fusing, "as_user"),
     (attention_call.CallTensors, "emit"),
     (writer.Writer, "tensor"),
     (pipeline, "shapes_as_sizes"),

@@ -79,7 +79,7 @@ class _Evaluation:
             d = axes.index(axis)
             if x.op == "log_softmax":
                 return tensors[0].log_softmax(d), axes
-            reduction = _REDUCTIONS[x.value.kind]
+            reduction = _REDUCTIONS[x.kind]
             return reduction(tensors[0], d), axes[:d] + axes[d + 1 :]
         return self._pointwise(x, tensors), axes
 

@@ -535,7 +535,7 @@ FAULTS = (
         MATCHED,
     ),
     Fault(
-        "fx_passes/lowering/divergences.py",
+        "fx_passes/fusing.py",
         "terms.append((1.0, product(call.weight, value)))",
         "terms.append((1.0, value))",
         f"{REWRITE}test_choices -k spelling",
@@ -621,7 +621,7 @@ FAULTS = (
     ),
     Fault(
         DERIVE,
-        "t * _softmax(value) if value.value.kind == LOGSUMEXP else t",
+        "t * _softmax(value) if value.kind == LOGSUMEXP else t",
         "t",
         "operators/test_row_programs.py",
     ),

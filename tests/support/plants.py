@@ -26,21 +26,21 @@ Edit = Callable[[fx.Graph], None]
 @contextmanager
 def planted(edit):
     """Every rewrite meanwhile is followed by ``edit``; whether one was is noted in the list."""
-    original, edited = pipeline.rewritten, []
+    original, edited = pipeline.rewrite_once, []
 
-    def rewritten(given, source, refused):
-        graph, report = original(given, source, refused)
+    def rewrite_once(given, graph, refused):
+        report, late = original(given, graph, refused)
         if report.num_fused:
             with suppress(StopIteration):  # what it changes was refused before
                 edit(graph)
                 edited.append(True)
-        return graph, report
+        return report, late
 
-    pipeline.rewritten = rewritten
+    pipeline.rewrite_once = rewrite_once
     try:
         yield edited
     finally:
-        pipeline.rewritten = original
+        pipeline.rewrite_once = original
 
 
 def first_call(graph):

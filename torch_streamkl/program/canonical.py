@@ -86,6 +86,11 @@ def terms_of(x: Node) -> tuple[float, list[tuple[float, Node]]]:
     return (x.value, []) if x.op == "const" else (0.0, [(1.0, x)])
 
 
+def factors_of(x: Node) -> tuple[Node, ...]:
+    """Returns the factors of a product, or an expression as its only one."""
+    return x.args if x.op == "product" else (x,)
+
+
 def linear(constant: float, terms: Sequence[tuple[float, Node]]) -> Node:
     """Returns ``constant + sum of coefficient * expression``: the form of + - and scales.
 
@@ -191,7 +196,7 @@ def _with_log_softmax(
     constant: float, total: dict[Node, float]
 ) -> tuple[float, dict[Node, float]]:
     """x - lse(x) as one atom, however it was spelt."""
-    for lse in [x for x in total if x.op == "reduce" and x.value.kind == LOGSUMEXP]:
+    for lse in [x for x in total if x.kind == LOGSUMEXP]:
         c, size = total[lse], lse.value.axis.size
         free = {a for x in total for a in x.axes if a.size is size or a.size == size} - lse.axes
         for axis in sorted(free, key=repr):

@@ -49,7 +49,7 @@ def quotient(a: Node, b: Node) -> Node:
     if a.op == "exp":
         if b.op == "exp":
             return exponential(subtracted(a.args[0], b.args[0]))
-        if b.op == "reduce" and b.value.kind == SUM and b.args[0].op == "exp":
+        if b.kind == SUM and b.args[0].op == "exp":
             return exponential(subtracted(a.args[0], _log_of_sum(b)))
     return made("div", (a, b))
 
@@ -76,7 +76,7 @@ def logarithm(x: Node) -> Node:
     """Returns the logarithm: of a product or quotient with exponentials as a sum."""
     if x.op == "exp":
         return x.args[0]
-    if x.op == "reduce" and x.value.kind == SUM and x.args[0].op == "exp":
+    if x.kind == SUM and x.args[0].op == "exp":
         return _log_of_sum(x)
     constant, terms = terms_of(x)
     if constant == 0.0 and all(c > 0.0 and t.op == "exp" for c, t in terms) and terms:

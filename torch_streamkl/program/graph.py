@@ -116,7 +116,7 @@ class Node:
     """
 
     __slots__ = ("__weakref__", "args", "axes", "canonical", "depth", "digest", "dtype", "flows",
-                 "is_finite", "level", "op", "range", "value")  # fmt: skip
+                 "is_finite", "kind", "level", "op", "range", "value")  # fmt: skip
     op: str
     args: tuple[Node, ...]
     value: Any
@@ -127,6 +127,7 @@ class Node:
     digest: bytes
     level: int  # how deep the bound axes inside are nested (canonical.py)
     depth: int  # of the expression
+    kind: str  # of a reduction, empty for any other expression
     flows: bool  # whether gradient flows to a captured tensor of a user's program
     canonical: Node | bool  # what reductions.canonical has found, True for itself
 
@@ -213,6 +214,7 @@ def intern(
                 parts.update(digest)
             node.digest = parts.digest()
             bound = value if op == CONTRACT else (value.axis,) if op == "reduce" else ()
+            node.kind = value.kind if op == "reduce" else ""
             node.level = max((0, *(x.level for x in (*bound, *args))))
             node.depth = 1 + max((a.depth for a in args), default=0)
             is_trained = isinstance(value, Source) and value.grad_flows
@@ -348,7 +350,7 @@ def made(op: str, args: Sequence[Node]) -> Node:
 
 
 def _check_no_blocks(args: Iterable[Node]) -> None:
-    if any(a.op == "reduce" and a.value.kind == BLOCK_SUM for a in args):
+    if any(a.kind == BLOCK_SUM for a in args):
         raise ValueError(
             "sums over blocks of keys are returned as they are; compute with what comes back"
         )
@@ -473,9 +475,8 @@ def reduce(kind: str, axis: Axis, x: Node, size: int = 0) -> Node:
         low, high = -math.inf, math.inf
     is_finite = x.is_finite if kind == LOGSUMEXP or axis.name not in ("row", "key") else True
     about = Reduction(kind, axis, size)
-    axes = x.axes - {axis}
     dtype = INT if kind == ARGMAX else x.dtype
-    return intern("reduce", (x,), about, dtype, axes, is_finite, (low, high))
+    return intern("reduce", (x,), about, dtype, x.axes - {axis}, is_finite, (low, high))
 
 
 def sum_heads(x: Node) -> Node:

@@ -191,7 +191,7 @@ def _sum(axis: Axis, body: Node) -> Node | None:
     if _is_softmax(x, axis):
         kept = reduced(ANY, axis, has_score(x.args[0].args[0]))
         return choose(kept, const(1.0), const(0.0))
-    if x.op == "reduce" and x.value.kind == SUM:  # over heads, and then over keys: the keys first
+    if x.kind == SUM:  # over heads, and then over keys: the keys first
         free = fresh_axis(x.value.axis.size)
         inside = opened(x, free)
         if _is_softmax(inside, axis):
@@ -227,7 +227,7 @@ def _sum_of_masked(axis: Axis, condition: Node, y: Node) -> Node | None:
     if not constant and len(terms) == 1 and terms[0][0] != 1.0:
         inside = choose(condition, terms[0][1], const(0.0))
         return scaled(terms[0][0], reduced(SUM, axis, inside))
-    if y.op == "reduce" and y.value.kind == SUM:
+    if y.kind == SUM:
         free = fresh_axis(y.value.axis.size)
         inside = opened(y, free)
         if _is_softmax(inside, axis) and kept_by(inside.args[0].args[0]) == known:
@@ -372,7 +372,7 @@ def remade(x: Node, args: tuple[Node, ...]) -> Node:
         case "contract":
             return contraction(args[0], args[1], x.value)
         case "reduce":
-            return reduce(x.value.kind, x.value.axis, args[0], x.value.size)
+            return reduce(x.kind, x.value.axis, args[0], x.value.size)
     if x.op == "where" and x.value == ADDED:
         return as_added(choose(*args))
     maker = _MAKERS.get(x.op)
@@ -448,7 +448,7 @@ def _of_written(x: Node, args: tuple[Node, ...]) -> Node:
             bound = x.value.axis
             if bound.level or x.value.size:
                 return remade(x, args)
-            return reduced(x.value.kind, bound, args[0])
+            return reduced(x.kind, bound, args[0])
         case "log1p":
             return logarithm(linear(1.0, [(1.0, args[0])]))
         case "P" | "S":  # a probability of a divergence

@@ -134,7 +134,7 @@ class Schedule:
     def reduction(self, x: Node) -> int:
         """Returns the number of a reduction over keys."""
         if x not in self._reduced:
-            of = Reduced(x.value.kind, self[x.args[0]], x.head, x.value.size)
+            of = Reduced(x.kind, self[x.args[0]], x.head, x.value.size)
             if of not in self.reductions:
                 self.reductions.append(of)
             self._reduced[x] = self.reductions.index(of)
@@ -161,7 +161,7 @@ class Schedule:
     def _step(self, x: Node) -> Step:
         about = x.dtype, x.head, x.by_key, x.is_finite
         if is_over_keys(x):
-            op = BLOCK_SUM if x.value.kind == BLOCK_SUM else "reduction"
+            op = BLOCK_SUM if x.kind == BLOCK_SUM else "reduction"
             return Step(op, (), self.reduction(x), *about)
         args = tuple(self.numbers[a] for a in self._args(x))
         match x.op:

@@ -71,7 +71,7 @@ def with_args(node: Node, args: tuple[Node, ...], build: Callable[..., Node] = a
     if node.op == "pow":
         return build("pow", args[0], node.value)
     if node.op == "reduce":
-        return reduce(node.value.kind, node.value.axis, args[0], node.value.size)
+        return reduce(node.kind, node.value.axis, args[0], node.value.size)
     if node.op == "capture":
         return capture(node.value, node.dtype, frozenset(), args, node.range)
     return build(node.op, *args)

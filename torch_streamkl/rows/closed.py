@@ -70,7 +70,7 @@ def _form(program: Program) -> ClosedForm | None:
         return None
     value = program.reduced[program.outputs[0]]
     sides = [_side(program, number) for number in program.logsumexps]
-    if value.value.kind != SUM or None in sides:
+    if value.kind != SUM or None in sides:
         return None
     first, second = (s for s in sides if s is not None)
     if {first.dot, second.dot} != {0, 1}:

@@ -72,7 +72,7 @@ def forward_plan(program: Program, is_differentiated: bool) -> ForwardPlan:
             t, level = _jacobian(value.args[0], by), program.levels[c]
             if constant(t) == 0:
                 continue
-            if value.value.kind == LOGSUMEXP:  # its own value is known one pass later
+            if value.kind == LOGSUMEXP:  # its own value is known one pass later
                 t, level = _softmax(value) * t, level + 1
             jacobians.append(Sum(level, schedule[t], t.head, c, b, value.value.size))
     passes = max(*program.levels, *(j.level for j in jacobians), 1)
@@ -88,7 +88,7 @@ def _varying(program: Program) -> list[bool]:
             continue
         is_smooth = x.op not in OPERATIONS or OPERATIONS[x.op].rule is not None
         if x.op == "reduce":
-            is_smooth = x.value.kind not in (MAX, ARGMAX)
+            is_smooth = x.kind not in (MAX, ARGMAX)
         found[x] = is_smooth and any(found[a] for a in x.args)
     return [found[x] for x in program.reduced]
 
@@ -126,11 +126,11 @@ def backward_plan(program: Program) -> BackwardPlan:
     """
     seeds, reached = [], _reached(program)
     for c, value in enumerate(program.reduced):
-        if value.value.kind in (MAX, ARGMAX) or c not in reached:
+        if value.kind in (MAX, ARGMAX) or c not in reached:
             continue
         axes = head_axes(value.head) | ({ROW, KEY} if value.value.size else {ROW})
         t = seed(c, axes)
-        seeds.append((value.args[0], t * _softmax(value) if value.value.kind == LOGSUMEXP else t))
+        seeds.append((value.args[0], t * _softmax(value) if value.kind == LOGSUMEXP else t))
     gradients, schedule = adjoints(seeds), program.schedule()
     found = {
         (x.op, x.value): schedule[expand_heads(gradients[x], x)]

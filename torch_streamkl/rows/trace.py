@@ -155,7 +155,7 @@ def _connected(x: Node, sums: list[Node]) -> Node:
     """
     if x.dtype != FLOAT or outermost([x]):
         return x
-    own = [y for y in sums if y.value.kind != graph.BLOCK_SUM and y.head in (0, x.head)]
+    own = [y for y in sums if y.kind != graph.BLOCK_SUM and y.head in (0, x.head)]
     return made("add", (x, made("mul0", (const(0.0), own[0])))) if own else x
 
 

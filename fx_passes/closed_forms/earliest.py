@@ -140,7 +140,7 @@ def _is_linear(x: Node, known: dict[Node, bool]) -> bool:
                 known[x] = _is_linear(x.args[0], known)
             case "where":
                 known[x] = any(_is_linear(a, known) for a in x.args[1:])
-            case "reduce" if x.value.kind == SUM:
+            case "reduce" if x.kind == SUM:
                 known[x] = _is_linear(x.args[0], known)
     return known[x]
 
