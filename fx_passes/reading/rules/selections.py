@@ -324,7 +324,7 @@ def topk(call: Call) -> tuple[Array | None, ...]:
     if not ids or not x.dims:
         raise NoRule("the largest elements without their ids")
     if _is_of_rows(x.expr):  # the user's code may compare them with the values that they are of
-        raise NoRule("the largest of values of rows")
+        raise NoRule("the largest of per-row values")
     assert isinstance(call.value, (tuple, list))
     at = call.reader.captured(ids[0], call.value[1])
     return _gather(call, x, call.dim(-1), at), at
