@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.aliases import Aliases
+from torch_streamkl.fx_passes.capture.preconditions import why_bodies_are_unsupported
 from torch_streamkl.fx_passes.capture.region import has_seeds
 from torch_streamkl.fx_passes.capture.retrace import capture
 from torch_streamkl.fx_passes.closed_forms.earliest import find_divergences, product_types
@@ -101,14 +102,15 @@ def rewrite(
     """
     report = Report()
     try:
+        unsupported = why_bodies_are_unsupported(gm.graph)
         for name, child in gm.named_children():
             if not isinstance(child, fx.GraphModule) or _has_nothing_to_find(child):
                 continue
-            if _is_plain_body(gm, name):
+            if not unsupported and _is_plain_body(gm, name):
                 readers = readers_behind(users_of_body(gm, name), outside)
                 report.extend(rewrite(child, options, version, readers, is_compiled))
             else:
-                reason = f"it is in {_owner_of(gm, name)}"
+                reason = unsupported or f"it is in {_owner_of(gm, name)}"
                 report.extend(not_fused(reason, child.graph, is_body=True))
 
         given = Given(gm, options, outside, is_compiled, CheckOptions.of(options, version))

@@ -14,7 +14,11 @@ import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.sizes import hint_of
-from torch_streamkl.fx_passes.fx_utils.torch_names import is_traceable_wrapper_subclass
+from torch_streamkl.fx_passes.fx_utils.torch_names import (
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    is_traceable_wrapper_subclass,
+)
 
 UNKNOWN = "unknown location"
 MEMORY = "streamkl_memory"  # of a node whose recorded value is that of an equal call
@@ -260,6 +264,8 @@ def memory_of(nodes: Iterable[fx.Node]) -> set[int | None]:
 
 def address_of(value: Tensor) -> int:
     """Returns what tells the memory of a tensor from that of others, as torch has it."""
+    while is_functorch_wrapped_tensor(value):  # has none of its own
+        value = get_unwrapped(value)
     return value.untyped_storage()._cdata
 
 

@@ -38,6 +38,7 @@ def _explained() -> Iterator[None]:
 
 
 with _explained():
+    from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
     from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo.exc import ShortenTraceback
     from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing, counters
@@ -133,7 +134,9 @@ __all__ = [
     "free_unbacked_symbols",
     "get_proxy_mode",
     "get_proxy_slot",
+    "get_unwrapped",
     "has",
+    "is_functorch_wrapped_tensor",
     "is_traceable_wrapper_subclass",
     "key_get",
     "later",

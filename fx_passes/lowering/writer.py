@@ -49,6 +49,7 @@ from torch_streamkl.program.walks import has_op
 
 OF_FLOAT8 = torch.bfloat16  # has all their numbers; torch promotes and computes with none of them
 INSIDE = "a sum over keys, inside of an operation"
+_REDUCTIONS = {SUM: "sum", LOGSUMEXP: "logsumexp", MAX: "amax", ANY: "any"}
 COMPUTED = (CONTRACT, "log_softmax")  # what operators compute, and user's code may have as well
 
 
@@ -375,14 +376,14 @@ class Writer:
 
     def _reduced(self, kind: str, axes: Sequence[Axis], x: Placed) -> Placed:
         over = [a for a in axes if a in x.axes]
-        if len(over) < len(axes) and kind != SUM:
+        if kind not in _REDUCTIONS or (len(over) < len(axes) and kind != SUM):
             raise Unsupported(f"{kind} of a value of rows, inside of an operation")
         if over:
             kept = [dim for dim in x.dims if set(dim) <= set(over)]
             x = self.arranging.squeezed(self.arranging.split(x, kept))
             places = tuple(d for d, dim in enumerate(x.dims) if set(dim) <= set(over))
             dims = tuple(dim for d, dim in enumerate(x.dims) if d not in places)
-            method = {SUM: "sum", LOGSUMEXP: "logsumexp", MAX: "amax", ANY: "any"}[kind]
+            method = _REDUCTIONS[kind]
             at: tuple[Any, ...] = () if not dims and kind == SUM else (places,)
             if at and len(places) == 1:
                 at = places

@@ -29,6 +29,7 @@ from torch_streamkl.fx_passes.closed_forms.row_facts import (
 from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
 from torch_streamkl.fx_passes.closed_forms.row_sites import (
     bindings_of,
+    maxima_places_in,
     operands_in,
     places_of_keys,
     products_in,
@@ -369,6 +370,8 @@ class RowPlanner:
                 plan = self._plan_of([node], [x])
             except Unsupported:
                 continue
+            if maxima_places_in(o.around for o in plan.outputs):
+                continue  # of rows' values, which the user's code finds
             if not self.why_kept(plan, {*replaced, self.trace.outer[node]}, memory):
                 found.append(plan)
         return found

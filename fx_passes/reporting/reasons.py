@@ -14,6 +14,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     nearest_users,
 )
 from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, MATMULS, SOFTMAXES
+from torch_streamkl.fx_passes.fx_utils.sizes import numel
 from torch_streamkl.fx_passes.reporting.divergence_sites import CALLS
 from torch_streamkl.fx_passes.reporting.refusals import (
     ELSEWHERE,
@@ -103,10 +104,10 @@ def _unsummed(site: fx.Node, refusals: Refusals) -> Refusal:
 def _is_returned_whole(site: fx.Node, refusals: Refusals) -> bool:
     """Whether the graph returns something as large as what two distributions meet in."""
     values = [n.meta.get("val") for n in (site, *site.all_input_nodes)]
-    least = max((x.numel() for x in values if isinstance(x, Tensor)), default=0)
+    least = max((numel(x) for x in values if isinstance(x, Tensor)), default=0)
     for node in nearest_users(site):
         value, outer = node.meta.get("val"), node_of(refusals.trace, node)
-        if outer is None or not isinstance(value, Tensor) or 2 * value.numel() < least:
+        if outer is None or not isinstance(value, Tensor) or 2 * numel(value) < least:
             continue
         if any(user.op == "output" for user in outer.users):
             return True

@@ -116,6 +116,34 @@ def test_a_step_between_forward_and_backward_raises(loss, inner, dynamic, writte
             total.backward()
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch ends the graph"
+)
+@pytest.mark.parametrize("loss", [divergence, maps])
+@pytest.mark.parametrize("again", [False, True])
+def test_the_step_asks_for_the_gradient_of_a_checkpoint(loss, again):
+    """A gradient that has a gradient itself, such as a penalty's, is none of a fused loss."""
+
+    def step(*tensors):
+        h, *others = (x * 1 for x in tensors)
+        total = checkpoint(loss, h, *others, use_reentrant=False)
+        (gradient,) = torch.autograd.grad(total, h, retain_graph=True, create_graph=again)
+        return total + gradient.square().sum()
+
+    def run(f):
+        total = f(*(tensors := given(True, True)))
+        return [total.detach(), *torch.autograd.grad(total, tensors[:2])]
+
+    expected = run(step)
+    torch._dynamo.reset()
+    options = {"streamkl.inner": "aot_eager", "streamkl.min_mib": 0.0}
+    compiled = torch.compile(step, backend="streamkl", options=options)
+    with torch._dynamo.config.patch(trace_autograd_ops=True), backend.collected() as report:
+        torch.testing.assert_close(run(compiled), expected)
+    assert report.num_fused == (0 if again else 1)
+    assert all(x.fused or "asks for gradients" in x.reason for x in report.sites)
+
+
 OPERANDS = {
     "hidden states": lambda h, w: h @ w.T,
     "a view of them": lambda h, w: h.view(7, 2, 3).flatten(1) @ w.T,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.compiling import compile_rewritten
 from tests.support.losses import rows_of_kl as _kl
@@ -117,6 +118,29 @@ def test_programs_in_forward_mode(naive):
     step(x)
     with pytest.raises(NotImplementedError, match=NO_DERIVATIVE):
         dual(step, x)
+
+
+@pytest.mark.parametrize("how", ["vmap", "jvp"])
+def test_checkpoints_under_a_transform_are_left_as_they_are(how):
+    """Tensors of their bodies are torch's wrappers, which have no memory of their own."""
+
+    def loss(h):
+        rows = checkpoint(naive_words, h[None] if how == "vmap" else h, use_reentrant=False)
+        return rows.sum()
+
+    def step(h):
+        return torch.vmap(loss)(h).sum() if how == "vmap" else jvp(loss, h)
+
+    def compiled_by(backend, **kwargs):  # eager mode has no checkpoints under transforms
+        torch._dynamo.reset()
+        return torch.compile(step, backend=backend, **kwargs)(HEADS[0])
+
+    options = {"streamkl.inner": "aot_eager", "streamkl.min_mib": 0.0}
+    expected = compiled_by("aot_eager")
+    with backend.collected() as report:
+        torch.testing.assert_close(compiled_by("streamkl", options=options), expected)
+    assert not report.failures
+    assert [x.reason for x in report.sites if "torch." in x.reason]
 
 
 @pytest.mark.parametrize("name", DIRECT)

@@ -22,6 +22,7 @@ from torch_streamkl.program.fresh_axes import fresh_axis
 from torch_streamkl.program.functions import function
 from torch_streamkl.program.graph import (
     ANY,
+    CONTRACT,
     INT,
     SUM,
     Axis,
@@ -35,6 +36,7 @@ from torch_streamkl.program.graph import (
 )
 from torch_streamkl.program.graph import index as position_along
 from torch_streamkl.program.reductions import reduced, substitute
+from torch_streamkl.program.walks import walk
 
 aten = torch.ops.aten
 
@@ -321,9 +323,26 @@ def topk(call: Call) -> tuple[Array | None, ...]:
     x = call.array("self")
     if not ids or not x.dims:
         raise NoRule("the largest elements without their ids")
+    if _is_of_rows(x.expr):  # the user's code may compare them with the values that they are of
+        raise NoRule("the largest of per-row values")
     assert isinstance(call.value, (tuple, list))
     at = call.reader.captured(ids[0], call.value[1])
     return _gather(call, x, call.dim(-1), at), at
+
+
+def _is_of_rows(x: Node) -> bool:
+    """Whether an expression has products in reductions over one of their rows or columns alone."""
+    every = walk([x], lambda y: y.op not in ("capture", CONTRACT) and not _is_over_one(y))
+    return all(y.op != CONTRACT for y in every) and any(map(_is_over_one, every))
+
+
+def _is_over_one(x: Node) -> bool:
+    """Whether it is a reduction over an axis that one operand of products has, as keys."""
+    if x.op != "reduce":
+        return False
+    products = [y for y in walk(x.args) if y.op == CONTRACT and x.value.axis in y.axes]
+    having = [sum(x.value.axis in a.axes for a in y.args) for y in products]
+    return bool(having) and max(having) == 1
 
 
 @rule(aten.index_put.default)
