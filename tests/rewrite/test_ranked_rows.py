@@ -69,8 +69,7 @@ def test_rows_are_computed_once(ranked, of, dynamic):
         return ranked(of(F.linear(x, w), F.linear(xt, wt)))
 
     with torch._dynamo.config.patch(CAPTURE):
-        options = {"streamkl.verify": "never"}
-        outcome = compare(program, inputs(), options=options, dynamic=dynamic).check()
+        outcome = compare(program, inputs(), verify="never", dynamic=dynamic).check()
     assert outcome.num_fused <= 1
     assert outcome.num_fused or of is not rows_of_kl
 
@@ -88,5 +87,5 @@ def test_values_of_rows_whose_number_data_decides():
         return value + rows[found == labels].sum() + (rows * (found == t.argmax(-1))).mean(), at
 
     with torch._dynamo.config.patch(CAPTURE):
-        outcome = compare(program, inputs(), options={"streamkl.verify": "never"})
+        outcome = compare(program, inputs(), verify="never")
     assert outcome.check().num_fused

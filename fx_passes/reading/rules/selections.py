@@ -331,9 +331,20 @@ def topk(call: Call) -> tuple[Array | None, ...]:
 
 
 def _is_of_rows(x: Node) -> bool:
-    """Whether an expression has products in reductions over one of their rows or columns alone."""
+    """Whether an expression has products in reductions over one of their rows or columns alone.
+
+    A sum of scores over the heads of one side is still one of scores.
+    """
     every = walk([x], lambda y: y.op not in ("capture", CONTRACT) and not _is_over_one(y))
-    return all(y.op != CONTRACT for y in every) and any(map(_is_over_one, every))
+    if any(y.op == CONTRACT for y in every) or not any(map(_is_over_one, every)):
+        return False
+    return not any(_is_of_both(x, y) for y in walk([x]) if y.op == CONTRACT)
+
+
+def _is_of_both(x: Node, product: Node) -> bool:
+    """Whether an expression has an axis of each operand of a product that the other lacks."""
+    a, b = (y.axes for y in product.args)
+    return bool(x.axes & (a - b)) and bool(x.axes & (b - a))
 
 
 def _is_over_one(x: Node) -> bool:
