@@ -67,6 +67,9 @@ NOT_TRACED = {
     "torchtune_forward_branch", "torchtune_forward_branch/lm_head",  # `if tensor`
     "branch_on_values", "item_between", "metric_after_the_loss", "numpy_teacher",
     "center_in_place",  # every call is of another center
+    # nor a view under no_grad, which has no operation that autograd would not record
+    "rows_viewed_without_gradient", "token_rows_viewed_without_gradient",
+    "squares_of_rows_viewed_without_gradient",
 }  # fmt: skip
 
 
@@ -112,8 +115,8 @@ def test_of_the_rewrites_own_traces(dynamic):
 COUNTS = {
     ("corpus", False): (105, 98, 0),
     ("corpus", True): (105, 97, 0),
-    ("users", False): (95, 83, 1),
-    ("misleading", False): (799, 766, 3),
+    ("users", False): (96, 84, 1),
+    ("misleading", False): (802, 769, 3),
 }
 
 
