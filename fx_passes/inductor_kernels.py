@@ -27,6 +27,7 @@ import torch
 from torch_streamkl.attention import ops
 from torch_streamkl.linear import ops as linear_ops
 from torch_streamkl.registration import WITHOUT_AUTOGRAD
+from torch_streamkl.stored_gradients import scale_stored, scaled_here
 
 log = logging.getLogger("torch_streamkl")
 NOTE = {
@@ -55,6 +56,7 @@ def install() -> bool:
     ):
         call = WITHOUT_AUTOGRAD[operator]
         lowerings[call] = functools.partial(_lower, call, run, fallback_handler(call))
+    lowerings[WITHOUT_AUTOGRAD[scale_stored]] = _lower_scaled
     return True
 
 
@@ -77,6 +79,8 @@ def _check_inductor() -> None:
     for part in (kernel.get_kernel_and_metadata, PythonWrapperCodegen.define_kernel, aten_mm.bind):
         inspect.signature(part)
     inspect.signature(ir.ReinterpretView).bind(data=None, layout=None)
+    if not issubclass(ir.DonatedBuffer, ir.InputBuffer):
+        raise TypeError("another way to give buffers away")
 
 
 def _lower(
@@ -108,6 +112,28 @@ def _lower(
     if is_checked and not of_cpp:  # as the operator's Python does
         lowering.check_labels()
     return build()
+
+
+def _lower_scaled(stored: Any, factor: Any) -> Any:
+    """Lowers the scaling of a stored gradient: in place if its buffer dies and nothing adds to it.
+
+    A kernel in place moves no bytes for a factor of 1: a weight's gradient takes as long as a
+    matmul of few tokens. If something is added, Inductor does both in one pass.
+    """
+    from torch._inductor.lowering import lowerings, to_dtype
+
+    from torch_streamkl.fx_passes import inductor_lowering as of
+
+    given = {"stored": stored, "factor": factor}
+    if of.may_overwrite(stored) and launches_heads(stored.get_device()):
+        try:
+            lowering = of.Lowering(given, written=("stored",))
+            # Inductor passes a tensor without dimensions on a CPU as a number
+            return lowering.traced(lambda x, by: (scaled_here(x, by.view(1)),))()[0]
+        except NotImplementedError as reason:
+            log.debug("a stored gradient is multiplied by Inductor: %s", reason)
+    product = lowerings[torch.ops.aten.mul.Tensor](stored, factor)
+    return to_dtype(product, stored.get_dtype())
 
 
 def launches_heads(device: torch.device) -> bool:

@@ -65,20 +65,42 @@ def short_implementation(given: dict[str, Any]) -> str:
     return found
 
 
-class Lowering:
-    """Lowers one call of an operator: holds fake tensors in place of Inductor's, and its steps."""
+def may_overwrite(box: Any) -> bool:
+    """Whether the node that is lowered may write its result to its first argument.
 
-    def __init__(self, given: dict[str, Any]) -> None:
+    The argument is a buffer that the forward has saved, and nobody else reads. The result is one
+    of the graph's: another operation would read and write it again.
+    """
+    buffer = box.data.data if isinstance(box.data, ir.StorageBox) else None
+    node = V.graph.current_node
+    return (
+        isinstance(buffer, ir.DonatedBuffer)
+        and buffer.get_layout().is_contiguous()
+        and buffer.get_dtype() != torch.float64
+        and len(node.all_input_nodes[0].users) == 1
+        and all(user.op == "output" for user in node.users)
+    )
+
+
+class Lowering:
+    """Lowers one call of an operator: holds fake tensors in place of Inductor's, and its steps.
+
+    ``written`` names the arguments that the steps write to.
+    """
+
+    def __init__(self, given: dict[str, Any], written: Sequence[str] = ()) -> None:
         self.boxes: dict[int, Any] = {}  # of the inputs and allocations, by fake tensor
-        self.given = given
+        self.given, self.written = given, written
 
     def traced(
         self,
         run: Callable[..., Sequence[Tensor]],
-        implementation: Callable[[dict[str, Any]], str],
+        implementation: Callable[[dict[str, Any]], str] | None = None,
     ) -> Callable[[], tuple[Any, ...]]:
         """Traces the implementation, and returns a function that creates the nodes and cannot
         fail.
+
+        ``implementation`` chooses the one that the arguments leave open, and it has to be ours.
         """
 
         def refuse(guard: Any, _: Any) -> None:
@@ -88,12 +110,13 @@ class Lowering:
         with V.graph.fake_mode:
             self.fakes = given = {name: self._fake(x) for name, x in self.given.items()}
             tensors = [x for x in given.values() if isinstance(x, Tensor)]
-            self.inputs = set(self.boxes)
+            self.inputs = set(self.boxes) - {id(given[name]) for name in self.written}
             with mock.patch.object(shape_env, "_check_frozen", refuse):
-                found = implementation(given)
-                if found != "triton":
-                    raise Untraceable(f"impl={given['impl']!r} runs as {found!r} here")
-                arguments = {**given, "impl": found}
+                arguments = dict(given)
+                if implementation is not None:
+                    arguments["impl"] = found = implementation(given)
+                    if found != "triton":
+                        raise Untraceable(f"impl={given['impl']!r} runs as {found!r} here")
                 self.trace, found_outputs = trace(lambda *_: run(*arguments.values()), tensors)
         outputs: Sequence[Any] = found_outputs
         steps = self.trace.steps

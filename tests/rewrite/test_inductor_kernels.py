@@ -101,7 +101,8 @@ def test_heads(reduction, launched):
         return linear_kl(*x[:4], student_bias=x[4], reduction=reduction, impl=impl)
 
     check(compiled(loss), loss, ((20, 8), (30, 8), (20, 16), (30, 16), (30,)), (0, 1, 4))
-    assert counted(launched) == {"row_kernel": 1 if reduction == "mean" else 2}
+    scaled = {"scale_kernel": 3} if reduction == "mean" else {}  # gradients of the forward
+    assert counted(launched) == {"row_kernel": 1 if scaled else 2} | scaled
 
 
 HEADS = (20, 8), (30, 8), (20, 16), (30, 16)
@@ -127,7 +128,41 @@ def test_heads_with_few_tokens(reduction, launched_by_python):
         return of_heads + attention_kl(*attention, reduction="mean", impl=impl)
 
     check(compiled(loss), loss, HEADS, (0, 1))
-    assert counted(launched_by_python) == {"row_kernel": 1 if reduction == "mean" else 2}
+    scaled = {"scale_kernel": 2} if reduction == "mean" else {}  # gradients of the forward
+    assert counted(launched_by_python) == {"row_kernel": 1 if scaled else 2} | scaled
+
+
+@inside
+@pytest.mark.parametrize("factor", [1.0, 0.0, -2.5])
+def test_stored_gradients_are_multiplied_in_place(factor, launched_by_python):
+    """Of a weight that nothing else reads; Inductor adds what another term gives the other."""
+
+    def loss(*x, impl="auto"):
+        return linear_kl(*x, reduction="mean", impl=impl) + x[0].square().sum()
+
+    graph = compiled(loss)
+    for call in range(2):  # a call finds nothing of the one before
+        check(lambda *x: graph(*x) * factor, lambda *x, impl: loss(*x, impl=impl) * factor, HEADS)
+        assert counted(launched_by_python) == {
+            "row_kernel": call + 1,
+            "scale_kernel": 3 * call + 3,
+        }
+
+
+@inside
+def test_stored_gradients_that_are_kept_for_another_backward(launched_by_python):
+    graph, inputs = compiled(lambda *x: linear_kl(*x, reduction="mean")), []
+    for learns, size in zip((True, True, False, False), HEADS, strict=True):
+        inputs.append(torch.randn(size).requires_grad_(learns))
+    with torch._functorch.config.patch(donated_buffer=False):
+        loss = graph(*inputs) * 2.0
+        first = torch.autograd.grad(loss, inputs[:2], retain_graph=True)
+        for x in first:
+            x.mul_(3.0)  # the caller's own
+        second = torch.autograd.grad(loss, inputs[:2])
+    expected = torch.autograd.grad(2.0 * linear_kl(*inputs, reduction="mean"), inputs[:2])
+    torch.testing.assert_close(second, expected, rtol=1e-4, atol=1e-5)
+    assert "scale_kernel" not in counted(launched_by_python)
 
 
 @inside
@@ -140,7 +175,7 @@ def test_labels_of_few_tokens_are_checked(launched_by_python):
 
     graph = compiled(loss)
     check(graph, loss, HEADS, (0, 1))
-    assert counted(launched_by_python) == {"row_kernel": 1}
+    assert counted(launched_by_python) == {"row_kernel": 1, "scale_kernel": 2}
     labels[4] = 30
     with pytest.raises(IndexError, match="Target 30 is out of bounds"):
         graph(*map(torch.randn, HEADS))
@@ -158,7 +193,7 @@ def test_other_heads_are_operators(why, launched_by_python, caplog):
         return linear_kl(*x, reduction="mean", impl=impl, **options)
 
     check(compiled(loss), loss, sizes, (0, 1), varies=0 if why == "tokens" else None)
-    assert not launched_by_python
+    assert set(counted(launched_by_python)) == {"scale_kernel"}
     assert not caplog.text  # as usual
 
 
