@@ -46,16 +46,28 @@ SAME_SHAPE = COPIES | DTYPES
 VIEWS = RESHAPES | SAME_SHAPE
 SCALINGS = PRODUCTS | QUOTIENTS | {"neg", "mul_", "div_", "imul", "itruediv"}
 REDUCTIONS = {"sum", "mean"}
+LEAST_FACTOR = 1e-12
 GRADIENTS = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
 BIASES = ("student_bias", "teacher_bias")
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Collects the operations on the tokens' values until they are a scalar."""
+    """Collects the operations on the tokens' values until they are a scalar.
+
+    The scalar may be multiplied by numbers. They are part of the weights, so that the gradients
+    that the forward computes are those of the loss: the backward has nothing to multiply them by.
+    """
 
     steps: tuple[fx.Node, ...]
     total: fx.Node  # the sum or mean
+    scalings: tuple[fx.Node, ...] = ()  # by ``factor`` together
+    factor: float = 1.0
+
+    @property
+    def result(self) -> fx.Node:
+        """Returns what the operator's sum takes the place of."""
+        return (self.total, *self.scalings)[-1]
 
 
 def sum_in_forward(graph: fx.Graph, builder: MakeBuilder) -> list[fx.Node]:
@@ -70,7 +82,7 @@ def sum_in_forward(graph: fx.Graph, builder: MakeBuilder) -> list[fx.Node]:
             continue
         chain = _chain(call, off)
         if chain is not None and not _is_written_meanwhile(call, chain):
-            replaced.append(_replace(call, chain, builder(chain.total)))
+            replaced.append(_replace(call, chain, builder(chain.result)))
     return replaced
 
 
@@ -109,11 +121,42 @@ def _chain(call: fx.Node, off: Collection[fx.Node]) -> Chain | None:
         previous, (current,) = current, current.users
         name = name_of(current)
         if name in REDUCTIONS:
-            return Chain(tuple(steps), current) if _reduces_all(current, previous) else None
+            is_whole = _reduces_all(current, previous)
+            return _scaled(tuple(steps), current, off) if is_whole else None
         if current in off or not _is_linear(current, previous):
             return None
         steps.append(current)
     return None
+
+
+def _scaled(steps: tuple[fx.Node, ...], total: fx.Node, off: Collection[fx.Node]) -> Chain:
+    """Returns a chain with the numbers that its sum is multiplied by, before others read it."""
+    scalings: list[fx.Node] = []
+    factor, current = 1.0, total
+    while len(current.users) == 1:
+        previous, (current,) = current, current.users
+        number = _number(current, previous)
+        if number is None or current in off or tensor_of(current).dtype != tensor_of(total).dtype:
+            break
+        by = 1.0 / number if name_of(current) in QUOTIENTS else float(number)
+        if not LEAST_FACTOR <= abs(factor * by) <= 1.0 / LEAST_FACTOR:
+            break  # the weights of rows would underflow or be infinite
+        factor *= by
+        scalings.append(current)
+    return Chain(steps, total, tuple(scalings), factor)
+
+
+def _number(node: fx.Node, x: fx.Node) -> float | None:
+    """Returns the number other than 0 that a node multiplies or divides ``x`` by."""
+    name = name_of(node)
+    is_scaling = is_call(node) and name in PRODUCTS | QUOTIENTS and not node.kwargs
+    if not is_scaling or len(node.args) != 2 or needs_gradient(node) != needs_gradient(x):
+        return None
+    given = [a for a in node.args if a is not x]
+    if len(given) != 1 or (name in QUOTIENTS and node.args[0] is not x):
+        return None
+    number = given[0]
+    return float(number) if type(number) in (int, float) and number else None
 
 
 def _is_linear(node: fx.Node, x: fx.Node) -> bool:
@@ -166,8 +209,10 @@ def _replace(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:
     if is_unknown(tensor_of(ones).shape[0]):
         total = _unless_no_row(total, chain, ones, build)
     total = build.cast(total, tensor_of(chain.total).dtype)
-    chain.total.replace_all_uses_with(total)
-    for node in (chain.total, *reversed(chain.steps), *call.users, call):
+    chain.result.replace_all_uses_with(total)
+    for node in (
+        *reversed(chain.scalings), chain.total, *reversed(chain.steps), *call.users, call
+    ):  # fmt: skip
         node.graph.erase_node(node)
     return total
 
@@ -203,6 +248,8 @@ def _row_weights(call: fx.Node, chain: Chain, ones: fx.Node, build: Builder) -> 
         copies[node] = current
     if name_of(chain.total) == "mean":
         current = build.call(torch.div, current, build.method("numel", current))
+    if chain.factor != 1.0:
+        current = build.call(torch.mul, current, chain.factor)
     if not any(name_of(node) in PERMUTATIONS for node in chain.steps):
         return build.method("flatten", current)
     for node, source in reversed(list(zip(chain.steps, sources, strict=True))):

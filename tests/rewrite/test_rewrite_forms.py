@@ -465,6 +465,42 @@ def test_weighted_sums_have_their_gradient_in_the_forward(reduction):
     assert ("linear_kl_sum.default" in found) == (reduction in SUMS), found
 
 
+SCALED = {  # of a sum, and how many of its scalings remain
+    "batchmean and temperature": (lambda x: x / 7 * 0.25 * 4, 0),
+    "from the left": (lambda x: -2 * x, 0),
+    "mean": (lambda x: torch.div(x, 3.0), 0),
+    "by a tensor": (lambda x: x * 2 / torch.ones(()).add(1), 1),
+    "by nothing": (lambda x: x * 0.0, 1),
+    "of what others read": (lambda x: 2 * x + 3 * x, 2),
+    "by too little": (lambda x: x * 1e-30, 1),
+    "an inverse": (lambda x: 2.0 / x, 1),
+    "without gradient": (lambda x: 2 * x.detach() + x.square(), 1),
+}
+
+
+@pytest.mark.parametrize("name", list(SCALED))
+def test_numbers_that_multiply_a_sum_are_weights_of_its_rows(name):
+    """The backward has nothing to multiply a weight's gradient by."""
+    scale, remaining = SCALED[name]
+
+    def loss(xs, ws, xt, wt, labels):
+        return scale(rows_of_kl(F.linear(xs, ws), F.linear(xt, wt)).sum())
+
+    fused(loss, hidden_inputs())
+    found = []
+
+    def backend(gm, _):
+        assert rewrite(gm).num_fused == 1
+        nodes = list(gm.graph.nodes)
+        names = [getattr(n.target, "__name__", str(n.target)) for n in nodes]
+        found.extend(names[names.index("once.default") :])
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(loss, backend=backend)(*hidden_inputs())
+    assert sum(x in ("mul", "truediv", "div") for x in found) == remaining, found
+
+
 def a_gradient_in_the_forward(xs, ws, xt, wt, labels):
     rows = rows_of_kl(F.linear(xs, ws), F.linear(xt, wt))
     return SUMS["masked"](rows, labels != -100) * 2.5
