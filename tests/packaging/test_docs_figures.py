@@ -68,10 +68,12 @@ TEXTS: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         },
     },
     "docs/guide/comparison.md": {
-        "h100-peers-compiled": {
+        "h100-heads": {
             QWEN: {
-                "streamkl": "takes (65.0 ms) (forward KL)",
+                "streamkl": "takes (67.6 ms) (forward KL)",
             },
+        },
+        "h100-peers-compiled": {
             f"{QWEN}, reverse_kl": {
                 "streamkl": "(64.3 ms) (reverse KL)",
             },
@@ -97,10 +99,22 @@ TEXTS: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         },
     },
     "docs/evidence/measured.md": {
-        "h100-heads-8192": {
+        "h100-heads": {
             "qwen-0.6b-from-8b-head T=8192 V=151936": {
-                "streamkl": "tokens: (31.3 ms) and (758 MiB)",
-                "inductor": "takes (35.7 ms) and (4.6 GiB)",
+                "streamkl": "tokens: (32.2 ms) and (758 MiB)",
+                "inductor": "takes (36.7 ms) and (4.6 GiB)",
+            },
+            "qwen-0.6b-from-8b-head T=64 V=151936": {
+                "streamkl": "few tokens: (1.03 ms) with 64",
+                "inductor": "takes (1.24 ms), 1.56",
+            },
+            "qwen-0.6b-from-8b-head T=256 V=151936": {
+                "streamkl": "64 tokens, (1.14 ms) with 256",
+                "inductor": "1.24 ms, (1.56 ms) and",
+            },
+            "qwen-0.6b-from-8b-head T=1024 V=151936": {
+                "streamkl": "and (3.84 ms) with 1024",
+                "inductor": "1.56 ms and (4.75 ms)",
             },
         },
         "h200-end-to-end-131072": {
