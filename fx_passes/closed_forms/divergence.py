@@ -24,7 +24,7 @@ from torch_streamkl.fx_passes.closed_forms.formulas import (
 from torch_streamkl.fx_passes.closed_forms.heads import Distribution, aligned
 from torch_streamkl.fx_passes.closed_forms.mixtures import jensen_shannon, normalised
 from torch_streamkl.fx_passes.closed_forms.worlds import LOG, distributions_in
-from torch_streamkl.fx_passes.reading.reader import trained
+from torch_streamkl.fx_passes.reading.gradients import trained
 from torch_streamkl.program.canonical import choose, product
 from torch_streamkl.program.divergences import FLOOR_OF_EXP, named
 from torch_streamkl.program.functions import quotient

@@ -156,7 +156,9 @@ def _number(node: fx.Node, x: fx.Node) -> float | None:
     if len(given) != 1 or (name in QUOTIENTS and node.args[0] is not x):
         return None
     number = given[0]
-    return float(number) if type(number) in (int, float) and number else None
+    if not isinstance(number, (int, float)) or isinstance(number, bool):
+        return None
+    return float(number) or None
 
 
 def _is_linear(node: fx.Node, x: fx.Node) -> bool:

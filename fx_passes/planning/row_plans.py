@@ -60,8 +60,9 @@ from torch_streamkl.fx_passes.planning.readers import Readers
 from torch_streamkl.fx_passes.planning.row_eager import OF_LABELS, check_eager, has_labels
 from torch_streamkl.fx_passes.planning.row_levels import Levels
 from torch_streamkl.fx_passes.reading.arrays import Array, Dim, NoView, met
+from torch_streamkl.fx_passes.reading.gradients import trained
 from torch_streamkl.fx_passes.reading.positions import nodes_read, source_name
-from torch_streamkl.fx_passes.reading.reader import Reading, trained
+from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import Node
 from torch_streamkl.rows.program import Program
 

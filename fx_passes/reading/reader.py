@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -51,6 +51,7 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensor
 from torch_streamkl.fx_passes.reading import arrays, types
 from torch_streamkl.fx_passes.reading.arrays import Array, NoView
 from torch_streamkl.fx_passes.reading.constants import Constants
+from torch_streamkl.fx_passes.reading.gradients import Trained, trained
 from torch_streamkl.fx_passes.reading.numbering import Numbering
 from torch_streamkl.fx_passes.reading.positions import MaskedRows, key_of
 from torch_streamkl.fx_passes.reading.registry import RULES, Call, NoRule, Result, truth_of
@@ -59,7 +60,6 @@ from torch_streamkl.fx_passes.reading.sizes import Sizes
 from torch_streamkl.fx_passes.reading.writes import Writes
 from torch_streamkl.program.graph import FLOAT, INT, Extent, Node, Size, Source, capture, const
 from torch_streamkl.program.reductions import detached
-from torch_streamkl.program.walks import walk
 
 aten = torch.ops.aten
 SUMS_OF_ALL = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
@@ -93,7 +93,7 @@ class Reading:
     indices: dict[Node, tuple[str, int]] = field(default_factory=dict)
     places: dict[fx.Node, Array] = field(default_factory=dict)
     index_sizes: dict[Node, set[Size]] = field(default_factory=dict)  # of what they are read from
-    vanished: dict[fx.Node, set[tuple[object, int]]] = field(default_factory=dict)
+    vanished: dict[fx.Node, Collection[tuple[object, int]]] = field(default_factory=dict)
 
     def ignored_at(self, at: Node) -> int | None:
         """Returns the label that reads nothing in eager code; None if positions are no labels.
@@ -110,13 +110,16 @@ class Reading:
     def loses_gradient(self, node: fx.Node) -> bool:
         """Returns whether a tensor has a gradient by eager code, which is 0, and none as read.
 
-        The sum of a softmax is a number: whatever has gradient in it has to be in the rest, too.
+        The sum of a softmax is a number, and a softmax ignores what is added to all scores of a
+        row: whatever has gradient in them has to be in the rest, too.
         """
         if not self.vanished:
             return False
         behind = ancestors(node)
         kept = trained([self.array(node).expr])
-        return any(n in behind and not names <= kept for n, names in self.vanished.items())
+        return any(
+            n in behind and not kept.issuperset(names) for n, names in self.vanished.items()
+        )
 
     @functools.cached_property
     def widest(self) -> dict[object, torch.dtype]:
@@ -148,12 +151,6 @@ class Reading:
         found = self.arrays[node]
         assert isinstance(found, Array)
         return found
-
-
-def trained(exprs: Iterable[Node]) -> set[tuple[object, int]]:
-    """Returns the captured tensors with gradient in expressions."""
-    every = (x.value for x in walk(exprs) if x.op == "capture" and x.flows)
-    return {(s.name, s.version) for s in every if isinstance(s, Source) and s.grad_flows}
 
 
 def read(
@@ -243,6 +240,7 @@ class Reader:
         self.writes = Writes(self)
         self.constants = Constants(self)
         self.selections: dict[object, tuple[MaskedRows, int, Size]] = {}
+        self.trained = Trained()
 
     def run(self) -> Reading:
         for node in self.graph.nodes:
@@ -447,12 +445,12 @@ class Reader:
             return x.map(detached)
         is_filled = bool(written_by(node))  # autograd records a write of a number
         is_recorded = value.dtype.is_floating_point and self.records(node)
-        if is_recorded and not x.expr.flows and node.target in SUMS_OF_ALL:
-            inputs = map(self.reading.expression, node.all_input_nodes)
-            given = [x for x in inputs if x is not None]
-            if is_number(x.expr) and any(e.flows for e in given):
-                self.reading.vanished[node] = trained(given)
-                return x
+        # what is written over as a whole has no gradient here
+        lost = self._lost(node, x.expr) if is_recorded and not is_filled else None
+        is_sum = node.target in SUMS_OF_ALL and is_number(x.expr)
+        if lost and (x.expr.flows or is_sum):
+            self.reading.vanished[node] = lost
+            return x
         gone = [v for a in node.all_input_nodes if (v := self.reading.vanished.get(a)) is not None]
         if is_recorded and gone and is_number(x.expr):  # 1e-6 more than a number that has vanished
             self.reading.vanished[node] = set().union(*gone)
@@ -460,6 +458,10 @@ class Reader:
         if is_recorded and not x.expr.flows and not is_filled and not self._is_written_later(node):
             raise NoRule("a gradient flows through what is a constant")
         return x
+
+    def _lost(self, node: fx.Node, x: Node) -> frozenset[tuple[object, int]]:
+        """Returns the tensors with gradient that a result was computed from, and has not."""
+        return self.trained.lost(map(self.reading.expression, node.all_input_nodes), x)
 
     def _is_written_later(self, node: fx.Node) -> bool:
         """Whether a tensor that is made of no other has the gradient of what is written to it."""

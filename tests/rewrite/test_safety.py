@@ -236,3 +236,36 @@ def test_fault_leaves_the_graph_as_it_was(owner, stage, monkeypatch, caplog):
     assert any("planted" in failure for failure in report.failures)
     assert "planted" in str(report)
     assert any("left as it was" in record.message for record in caplog.records)
+
+
+HEADS = {"h": (12, 8), "w": (30, 8), "c": (8,), "ht": (12, 6), "wt": (30, 6)}
+
+
+def added_by_rows(h, w, c):
+    return h @ w.T + torch.tanh(h @ c)[:, None]
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        added_by_rows,
+        lambda h, w, c: h @ w.T + (h @ c)[:, None],
+        lambda h, w, c: h @ w.T + c.sum().tanh(),
+        lambda h, w, c: added_by_rows(h, w, c) - torch.tanh(h @ c)[:, None],
+        lambda h, w, c: h.detach() @ w.T + h @ c.expand(len(w), -1).T,
+    ],
+)
+def test_what_a_softmax_ignores_has_a_gradient(scores):
+    def loss(h, w, c, ht, wt):
+        log_s, log_t = scores(h, w, c).log_softmax(-1), (ht @ wt.T).log_softmax(-1)
+        return F.kl_div(log_s, log_t, log_target=True, reduction="batchmean")
+
+    torch.manual_seed(0)
+    x = [torch.randn(size, requires_grad=not name.endswith("t")) for name, size in HEADS.items()]
+    results = []
+    for fn in (_rewritten(loss, **{"streamkl.min_mib": 0}), loss):
+        value = fn(*x)
+        results.append([value, *torch.autograd.grad(value, x[:3], allow_unused=True)])
+    for found, expected in zip(*results, strict=True):
+        assert found is not None, "an optimizer skips a parameter without gradient"
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
