@@ -291,8 +291,7 @@ class Inserting:
                     self._insert(build, plan, name)
         except Unsupported as blocked:
             reason, small = str(blocked), ""
-        kind = operator_of(plan)
-        site = Site(not reason and not small, kind, "", reason, "", node=name)
+        site = Site(not reason and not small, "", "", reason, "", node=name)
         hint = hint_for(reason) if reason else FORCE_SIZE if small else ""
         site = replace(site, skipped=small, hint=hint)
         return [self._of_output(site, plan, output) for output in plan.outputs]
@@ -301,7 +300,8 @@ class Inserting:
         location, code = location_of(output.node)
         is_loss = self.losses.trace.is_learned(output.node) and not is_maximum(plan, output)
         site = replace(site, location=location, code=code, is_loss=is_loss)
-        return replace(site, form=describe_program(plan, output))
+        kind, form = operator_of(plan, output), describe_program(plan, output)
+        return replace(site, kind=kind, form=form)
 
     def _check_readers(self, plan: ProgramPlan, output: RowOutput) -> None:
         """Raises Unsupported if code after a sum would see another number than in eager code."""

@@ -221,6 +221,44 @@ def of_shares_of_tokens(s, t):
     return (kl(t.log_softmax(-1), s.log_softmax(-1)) * weight).sum()
 
 
+def entries_after(s, ids, metric):
+    """A loss of entries alone, after a metric of the same logits."""
+    with torch.no_grad():
+        found = metric(s)
+    return s.gather(-1, ids).log_softmax(-1)[:, 0].mean(), found
+
+
+def log_probabilities_after(s, ids, metric):
+    with torch.no_grad():
+        found = metric(s)
+    return -s.log_softmax(-1).gather(-1, ids).mean(), found
+
+
+def largest_probability(s):
+    return s.softmax(-1).amax(-1)
+
+
+def place_of_the_largest(s):
+    return s.argmax(-1)
+
+
+@pytest.mark.parametrize(("loss", "metric", "kind"), [
+    (entries_after, largest_probability, "entry_logits"),
+    (entries_after, entropy, "entry_logits"),
+    (log_probabilities_after, largest_probability, "row_program"),
+    (log_probabilities_after, place_of_the_largest, "row_program"),
+])  # fmt: skip
+def test_a_loss_of_entries_after_a_metric_keeps_its_gradient(loss, metric, kind):
+    """The program's sums have none: they stand under no_grad, but its entries do not."""
+    ids = torch.rand(TOKENS, VOCAB).topk(5).indices
+    inputs = [torch.randn(n, requires_grad=True) for n in SIZES[:2]]
+    outcome = compare(lambda h, w, ids: loss(h @ w.T, ids, metric), [*inputs, ids])
+    outcome.check()
+    (found,) = [x for x in outcome.report.sites if x.is_loss]
+    assert found.fused and found.kind == kind, outcome.report
+    assert "maximum" not in found.form, outcome.report
+
+
 # and how many logits remain
 CONFIDENCES = {
     of_sure_tokens: 0, of_an_unlikely_largest: 0, beside_nan: 0, with_a_gradient: 2,
