@@ -280,11 +280,14 @@ class Inserting:
         device = tensor_of(plan.first).device.type
         small = why_program_is_left(plan.form.replaced, device, self.min_mib)
         small = small or why_ids_are_left(plan.form, device, self.min_mib)
-        reason = ""
+        # one of its divergences may not be worth it, of which each has its own name
+        of_outputs = (self.refused.get(o.node.name, "") for o in plan.outputs)
+        small = small or next((r for r in of_outputs if isinstance(r, NotWorthIt)), "")
+        reason, refusal = "", self.refused.get(name, "")
         try:
             with build.undone_if_unsupported():
-                if name in self.refused:
-                    raise Unsupported(self.refused[name])
+                if refusal and not isinstance(refusal, NotWorthIt):
+                    raise Unsupported(refusal)
                 for output in plan.outputs:
                     self._check_readers(plan, output)
                 if not small:
