@@ -101,7 +101,7 @@ class Fusing:
             if divergence not in waiting:
                 self._fuse_divergence(divergence)
         if planner is not None:
-            plans = planner.find(self.handled)
+            plans = [x for p in planner.find(self.handled) for x in self.insert.parted(p, planner)]
             replaced = [p for p in plans if self._fuse_program(p, sharing, waiting)]
             computed = {a for p in replaced for o in p.outputs for a in ancestors(o.inner)}
             waiting = [d for d in waiting if not d.parts <= computed]
@@ -270,6 +270,29 @@ class Inserting:
         """Describes a result of a program as the divergence that it is."""
         described = self._described(found)
         return replace(site, form=described.form, roles=described.roles, warning=described.warning)
+
+    def parted(self, plan: ProgramPlan, planner: RowPlanner) -> list[ProgramPlan]:
+        """Returns the programs of what is refused and of all others, if only a part is refused.
+
+        The losses of a program that was refused are tried without its metrics.
+        """
+        apart = {o.inner for o in plan.outputs if self._is_misread(plan, o)}
+        refusal = self.refused.get(plan.first.name, "")
+        if refusal and not isinstance(refusal, NotWorthIt):
+            is_learned = self.losses.trace.is_learned
+            apart |= {o.inner for o in plan.outputs if not is_learned(o.node)}
+        parts = [[o.inner for o in plan.outputs if (o.inner in apart) == x] for x in (False, True)]
+        try:
+            return [planner.plan(x) for x in parts] if all(parts) else [plan]
+        except Unsupported:
+            return [plan]
+
+    def _is_misread(self, plan: ProgramPlan, output: RowOutput) -> bool:
+        try:
+            self._check_readers(plan, output)
+        except Unsupported:
+            return True
+        return False
 
     def program(self, plan: ProgramPlan) -> list[Site]:
         """Inserts one row program, or changes nothing; returns a site for each of its sums.
