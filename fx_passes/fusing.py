@@ -101,7 +101,7 @@ class Fusing:
             if divergence not in waiting:
                 self._fuse_divergence(divergence)
         if planner is not None:
-            plans = planner.find(self.handled)
+            plans = [x for p in planner.find(self.handled) for x in self.insert.parted(p, planner)]
             replaced = [p for p in plans if self._fuse_program(p, sharing, waiting)]
             computed = {a for p in replaced for o in p.outputs for a in ancestors(o.inner)}
             waiting = [d for d in waiting if not d.parts <= computed]
@@ -271,6 +271,29 @@ class Inserting:
         described = self._described(found)
         return replace(site, form=described.form, roles=described.roles, warning=described.warning)
 
+    def parted(self, plan: ProgramPlan, planner: RowPlanner) -> list[ProgramPlan]:
+        """Returns the programs of what is refused and of all others, if only a part is refused.
+
+        The losses of a program that was refused are tried without its metrics.
+        """
+        apart = {o.inner for o in plan.outputs if self._is_misread(plan, o)}
+        refusal = self.refused.get(plan.first.name, "")
+        if refusal and not isinstance(refusal, NotWorthIt):
+            is_learned = self.losses.trace.is_learned
+            apart |= {o.inner for o in plan.outputs if not is_learned(o.node)}
+        parts = [[o.inner for o in plan.outputs if (o.inner in apart) == x] for x in (False, True)]
+        try:
+            return [planner.plan(x) for x in parts] if all(parts) else [plan]
+        except Unsupported:
+            return [plan]
+
+    def _is_misread(self, plan: ProgramPlan, output: RowOutput) -> bool:
+        try:
+            self._check_readers(plan, output)
+        except Unsupported:
+            return True
+        return False
+
     def program(self, plan: ProgramPlan) -> list[Site]:
         """Inserts one row program, or changes nothing; returns a site for each of its sums.
 
@@ -280,19 +303,21 @@ class Inserting:
         device = tensor_of(plan.first).device.type
         small = why_program_is_left(plan.form.replaced, device, self.min_mib)
         small = small or why_ids_are_left(plan.form, device, self.min_mib)
-        reason = ""
+        # one of its divergences may not be worth it, of which each has its own name
+        of_outputs = (self.refused.get(o.node.name, "") for o in plan.outputs)
+        small = small or next((r for r in of_outputs if isinstance(r, NotWorthIt)), "")
+        reason, refusal = "", self.refused.get(name, "")
         try:
             with build.undone_if_unsupported():
-                if name in self.refused:
-                    raise Unsupported(self.refused[name])
+                if refusal and not isinstance(refusal, NotWorthIt):
+                    raise Unsupported(refusal)
                 for output in plan.outputs:
                     self._check_readers(plan, output)
                 if not small:
                     self._insert(build, plan, name)
         except Unsupported as blocked:
             reason, small = str(blocked), ""
-        kind = operator_of(plan)
-        site = Site(not reason and not small, kind, "", reason, "", node=name)
+        site = Site(not reason and not small, "", "", reason, "", node=name)
         hint = hint_for(reason) if reason else FORCE_SIZE if small else ""
         site = replace(site, skipped=small, hint=hint)
         return [self._of_output(site, plan, output) for output in plan.outputs]
@@ -301,7 +326,8 @@ class Inserting:
         location, code = location_of(output.node)
         is_loss = self.losses.trace.is_learned(output.node) and not is_maximum(plan, output)
         site = replace(site, location=location, code=code, is_loss=is_loss)
-        return replace(site, form=describe_program(plan, output))
+        kind, form = operator_of(plan, output), describe_program(plan, output)
+        return replace(site, kind=kind, form=form)
 
     def _check_readers(self, plan: ProgramPlan, output: RowOutput) -> None:
         """Raises Unsupported if code after a sum would see another number than in eager code."""

@@ -181,6 +181,7 @@ def rewrite_checked(
         graph = copied(original)
         report, found = rewrite_once(given, graph, {**(unfit or {}), **refused, **late})
         if found:
+            assert not late.items() >= found.items(), f"refused in vain: {found}"  # without end
             late.update(found)
             continue
         is_changed = bool(report.num_fused)

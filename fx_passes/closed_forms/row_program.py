@@ -131,15 +131,31 @@ class RowForm:
         """Returns all expressions of the rows' values: those of the roots first."""
         return (*self.around, *(x for c in self.chosen for x in c.parts))
 
+    @property
+    def read_of_rows(self) -> list[Node]:
+        """Returns what has no keys: what the program reads, and expressions of rows."""
+        return [*(c.value for c in self.captures), *self.of_rows]
+
     def program_of_root(self, n: int) -> Program | None:
         """Returns the part of the program that computes one root: other roots may need more."""
-        names = [x.value.name for x in walk([self.around[n]]) if x.op == "capture"]
+        names = _names_in([self.around[n]])
         if self.program is None or any(isinstance(x, ChosenValue) for x in names):
             return self.program  # log-probabilities of entries read values of their own
         found = sorted({self.values[x.number].number for x in names if isinstance(x, RowValue)})
         whole = self.program
         parts = [whole.reduced[c] for c in found]
         return program_of(whole.dot_heads, whole.captures, parts, whole.keys)[0]
+
+    def kinds_of_root(self, n: int) -> set[str]:
+        """Returns the kinds of reductions that a root reads: none if it is of entries alone."""
+        names = _names_in([self.around[n]])
+        chosen = [self.chosen[x.number] for x in names if isinstance(x, ChosenValue)]
+        names += _names_in([part for c in chosen for part in c.parts])
+        if self.program is None:
+            return set()
+        numbers = {self.values[x.number].number for x in names if isinstance(x, RowValue)}
+        kinds = {self.program.reductions[n].kind for n in numbers}
+        return kinds | {LOGSUMEXP for c in chosen if c.scale is not None}
 
     @property
     def requires_grad(self) -> bool:
@@ -154,6 +170,11 @@ class RowForm:
     def every_entries(self) -> tuple[Entries, ...]:
         """Returns the entries, also those of log-probabilities."""
         return tuple(dict.fromkeys([*self.entries, *(c.entries for c in self.chosen)]))
+
+
+def _names_in(roots: Sequence[Node]) -> list[object]:
+    """Names what expressions of the rows' values read."""
+    return [x.value.name for x in walk(roots) if x.op == "capture"]
 
 
 NO_ENTRIES = "the scores have a dimension without entries"

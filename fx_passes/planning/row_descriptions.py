@@ -10,9 +10,9 @@ MAXIMA = {ARGMAX: "the place of a maximum", MAX: "a maximum"}
 REDUCTIONS = {SUM: "a sum", BLOCK_SUM: "a sum", **MAXIMA, LOGSUMEXP: "a log-sum-exp"}
 
 
-def operator_of(plan: ProgramPlan) -> str:
-    """Returns the operator that computes a plan; one of rows comes before those of entries."""
-    if plan.form.program is not None:
+def operator_of(plan: ProgramPlan, output: RowOutput) -> str:
+    """Returns the operator that computes a result; one of rows comes before those of entries."""
+    if _kinds_of(plan, output):
         return "row_program"
     return "entry_log_probs" if plan.form.chosen else "entry_logits"
 
@@ -20,7 +20,7 @@ def operator_of(plan: ProgramPlan) -> str:
 def describe_program(plan: ProgramPlan, output: RowOutput) -> str:
     """Returns the form of one result of a row program."""
     form, products = plan.form, len(plan.form.products)
-    if form.program is None:
+    if form.program is None or not _kinds_of(plan, output):
         return "of a product at given ids"
     levels = max(form.program.levels)
     what = "the product" if products == 1 else f"{products} products"
@@ -45,6 +45,9 @@ def is_maximum(plan: ProgramPlan, output: RowOutput) -> bool:
 
 def _reduction_of(plan: ProgramPlan, output: RowOutput) -> str:
     """Names what a result is over the keys."""
-    program = plan.program_of(output)
-    kinds = {program.reductions[c].kind for c in program.outputs} if program else set()
+    kinds = _kinds_of(plan, output)
     return next((name for kind, name in REDUCTIONS.items() if kind in kinds), "a sum")
+
+
+def _kinds_of(plan: ProgramPlan, output: RowOutput) -> set[str]:
+    return plan.form.kinds_of_root(plan.outputs.index(output))

@@ -90,6 +90,7 @@ class ProgramPlan:
     outputs: tuple[RowOutput, ...]
     matmuls: tuple[fx.Node | None, ...]  # of the trace, one for each product
     dtypes: frozenset[torch.dtype] = frozenset()
+    is_learned: bool = False  # a gradient flows through one of them, maybe of entries alone
 
     @property
     def unlabelled(self) -> set[fx.Node]:
@@ -99,7 +100,7 @@ class ProgramPlan:
     @property
     def of_rows(self) -> list[Node]:
         """Returns the products that the program reads as tensors, as they have no keys."""
-        return products_in([*(c.value for c in self.form.captures), *self.form.of_rows])
+        return products_in(self.form.read_of_rows)
 
     @property
     def operands(self) -> list[fx.Node]:
@@ -120,7 +121,7 @@ class ProgramPlan:
     @property
     def place(self) -> fx.Node:
         """Returns the user's node before which the program must be inserted."""
-        return _recorded(self.first.graph)[self.first] if self.form.requires_grad else self.first
+        return _recorded(self.first.graph)[self.first] if self.is_learned else self.first
 
 
 @dataclass(frozen=True)
@@ -193,11 +194,10 @@ class RowPlanner:
         )
         every = [x for p in form.replaced for x in (p.rows, p.keys)]
         dtypes = set(map(dtype_of, sources_in(*every)))
-        check_eager(
-            roots, [*(c.value for c in form.captures), *form.of_rows], dtypes, self.reading
-        )
+        check_eager(roots, form.read_of_rows, dtypes, self.reading)
         matmuls = tuple(self._matmul(p) for p in form.replaced)
-        return ProgramPlan(form, outputs, matmuls, frozenset(dtypes))
+        is_learned = bool(trained([x.expr for x in arrays]))
+        return ProgramPlan(form, outputs, matmuls, frozenset(dtypes), is_learned)
 
     def _matmul(self, product: Product) -> fx.Node | None:
         names = row_sites.name_of(product.rows), row_sites.name_of(product.keys)

@@ -51,10 +51,11 @@ CALLS = {
         "kdflow_jsd/lm_head", "dskd_forward/lm_head", "mdistiller_kd/lm_head",
         "vocab_column_excluded", "cross_entropy_prob_target/lm_head",
         "r3f_symmetric/lm_head", "swapped_args_reverse/lm_head",
-        "linearard_logit_kl/lm_head",
+        "linearard_logit_kl/lm_head", "edsd_certain_tokens",
     ],
     (0, 2): [
         "linear_bias_ce_kd_chunk", "kdflow_adaptive/lm_head", "hass_kl_and_topk/lm_head",
+        "specforge_lk_lambda", "dspark_l1_and_confidence", "distillm2_contrastive",
     ],
     (0, 4): [
         "torchtune_chunked/lm_head",

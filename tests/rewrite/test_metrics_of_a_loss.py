@@ -16,7 +16,7 @@ from tests.support.compiling import compile_rewritten
 from torch_streamkl.fx_passes import backend
 from torch_streamkl.fx_passes.closed_forms import row_maxima
 from torch_streamkl.fx_passes.fx_utils.mutation import has_effect
-from torch_streamkl.program.canonical import choose
+from torch_streamkl.program.canonical import choose, subtracted
 from torch_streamkl.program.fresh_axes import fresh_axis
 from torch_streamkl.program.functions import exponential
 from torch_streamkl.program.graph import BOOL, FLOAT, MAX, capture, const, index
@@ -219,6 +219,83 @@ def of_shares_of_tokens(s, t):
     """The largest share that a token has of an entry, among all tokens: no row's own sum."""
     weight = t.detach().softmax(0).amax(-1)
     return (kl(t.log_softmax(-1), s.log_softmax(-1)) * weight).sum()
+
+
+def entries_after(s, ids, metric):
+    """A loss of entries alone, after a metric of the same logits."""
+    with torch.no_grad():
+        found = metric(s)
+    return s.gather(-1, ids).log_softmax(-1)[:, 0].mean(), found
+
+
+def log_probabilities_after(s, ids, metric):
+    with torch.no_grad():
+        found = metric(s)
+    return -s.log_softmax(-1).gather(-1, ids).mean(), found
+
+
+def largest_probability(s):
+    return s.softmax(-1).amax(-1)
+
+
+def place_of_the_largest(s):
+    return s.argmax(-1)
+
+
+@pytest.mark.parametrize(("loss", "metric", "kind"), [
+    (entries_after, largest_probability, "entry_logits"),
+    (entries_after, entropy, "entry_logits"),
+    (log_probabilities_after, largest_probability, "row_program"),
+    (log_probabilities_after, place_of_the_largest, "row_program"),
+])  # fmt: skip
+def test_a_loss_of_entries_after_a_metric_keeps_its_gradient(loss, metric, kind):
+    """The program's sums have none: they stand under no_grad, but its entries do not."""
+    ids = torch.rand(TOKENS, VOCAB).topk(5).indices
+    inputs = [torch.randn(n, requires_grad=True) for n in SIZES[:2]]
+    outcome = compare(lambda h, w, ids: loss(h @ w.T, ids, metric), [*inputs, ids])
+    outcome.check()
+    (found,) = [x for x in outcome.report.sites if x.is_loss]
+    assert found.fused and found.kind == kind, outcome.report
+    assert "maximum" not in found.form, outcome.report
+
+
+def test_a_metric_that_is_refused_keeps_no_loss():
+    """The bias may hide a whole row: its place is that of the first NaN, which no operator has."""
+
+    def step(h, w, b, labels):
+        s = torch.nn.functional.linear(h, w, b)
+        with torch.no_grad():
+            found = s.argmax(-1)
+        return (
+            -s.log_softmax(-1).gather(-1, labels).mean(),
+            entropy(s.log_softmax(-1)).sum(),
+            found,
+        )
+
+    labels = torch.randint(VOCAB, (TOKENS, 1))
+    inputs = [torch.randn(n, requires_grad=True) for n in (*SIZES[:2], (VOCAB,))]
+    outcome = compare(step, [*inputs, labels]).check()
+    assert [(x.is_loss, x.fused) for x in outcome.report.sites] == [
+        (False, False), (True, True), (True, True),
+    ], outcome.report  # fmt: skip
+
+
+@pytest.mark.expects_failed_checks
+def test_a_metric_whose_check_fails_keeps_no_loss(monkeypatch):
+    """They share a program, which is tried again without the metric."""
+
+    def step(h, w):
+        s = (h @ w.T).log_softmax(-1)
+        with torch.no_grad():
+            found = s.exp().amax(-1)
+        return entropy(s).mean(), found
+
+    inputs = [torch.randn(n, requires_grad=True) for n in SIZES[:2]]
+    exact = row_maxima._largest
+    monkeypatch.setattr(row_maxima, "_largest", lambda x: subtracted(exact(x), const(0.1)))
+    outcome = compare(step, inputs).check()
+    assert {x.is_loss: x.fused for x in outcome.report.sites} == {False: False, True: True}
+    assert "check failed" in outcome.reasons[0]
 
 
 # and how many logits remain
