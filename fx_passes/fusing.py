@@ -39,13 +39,8 @@ from torch_streamkl.fx_passes.planning.row_descriptions import (
     is_maximum,
     operator_of,
 )
-from torch_streamkl.fx_passes.planning.row_plans import (
-    ProgramPlan,
-    RowOutput,
-    RowPlanner,
-    special_reason,
-    why_special,
-)
+from torch_streamkl.fx_passes.planning.row_plan import ProgramPlan, RowOutput
+from torch_streamkl.fx_passes.planning.row_plans import RowPlanner, special_reason, why_special
 from torch_streamkl.fx_passes.planning.special_values import (
     Scores,
     check_masked_logarithms,

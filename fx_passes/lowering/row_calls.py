@@ -20,7 +20,7 @@ from torch_streamkl.fx_passes.fx_utils.strides import as_user, may_be_written
 from torch_streamkl.fx_passes.lowering import entry_calls
 from torch_streamkl.fx_passes.lowering.attention_call import widest_of
 from torch_streamkl.fx_passes.lowering.writer import Writer
-from torch_streamkl.fx_passes.planning.row_plans import ProgramPlan, RowOutput
+from torch_streamkl.fx_passes.planning.row_plan import ProgramPlan, RowOutput
 from torch_streamkl.fx_passes.reading.positions import is_relative, is_signed, key_of
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import INT

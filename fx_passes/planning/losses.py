@@ -11,7 +11,8 @@ from torch_streamkl.fx_passes.closed_forms.earliest import Divergence, ProductTy
 from torch_streamkl.fx_passes.closed_forms.form import ATTENTION, LINEAR
 from torch_streamkl.fx_passes.closed_forms.match import around
 from torch_streamkl.fx_passes.closed_forms.row_sites import bindings_of
-from torch_streamkl.fx_passes.planning.row_plans import ProgramPlan, RowPlanner
+from torch_streamkl.fx_passes.planning.row_plan import ProgramPlan
+from torch_streamkl.fx_passes.planning.row_plans import RowPlanner
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import ANY, INT, Node
 from torch_streamkl.program.walks import walk

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_streamkl.fx_passes.planning.row_plans import ProgramPlan, RowOutput
+from torch_streamkl.fx_passes.planning.row_plan import ProgramPlan, RowOutput
 from torch_streamkl.program.graph import ARGMAX, BLOCK_SUM, LOGSUMEXP, MAX, SUM
 
 MAXIMA = {ARGMAX: "the place of a maximum", MAX: "a maximum"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.region import ENTRIES, Region
@@ -26,7 +25,7 @@ from torch_streamkl.fx_passes.closed_forms.row_facts import (
     logarithms_of,
     taken_in,
 )
-from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
+from torch_streamkl.fx_passes.closed_forms.row_program import row_form
 from torch_streamkl.fx_passes.closed_forms.row_sites import (
     bindings_of,
     maxima_places_in,
@@ -36,9 +35,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
 )
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.mutation import (
-    RECORDS,
     Memory,
-    autograd_modes,
     by_storage,
     is_in_place,
     written_memory,
@@ -59,69 +56,16 @@ from torch_streamkl.fx_passes.planning.profitability import are_all_keys, why_sm
 from torch_streamkl.fx_passes.planning.readers import Readers
 from torch_streamkl.fx_passes.planning.row_eager import OF_LABELS, check_eager, has_labels
 from torch_streamkl.fx_passes.planning.row_levels import Levels
-from torch_streamkl.fx_passes.reading.arrays import Array, Dim, NoView, met
+from torch_streamkl.fx_passes.planning.row_plan import ProgramPlan, RowOutput, recorded
+from torch_streamkl.fx_passes.reading.arrays import Array, NoView, met
 from torch_streamkl.fx_passes.reading.gradients import trained
-from torch_streamkl.fx_passes.reading.positions import nodes_read, source_name
+from torch_streamkl.fx_passes.reading.positions import nodes_read
 from torch_streamkl.fx_passes.reading.reader import Reading
-from torch_streamkl.program.graph import Node
-from torch_streamkl.rows.program import Program
 
 SUMS = {
     "sum", "mean", "logsumexp", "kl_div", "mse_loss", "l1_loss", "cross_entropy_loss",
     "linalg_vector_norm", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RowOutput:
-    """Describes a value of the user's graph that a program computes."""
-
-    inner: fx.Node
-    node: fx.Node
-    around: Node  # an expression of the rows' values
-    dims: tuple[Dim, ...]
-
-
-@dataclass(frozen=True)
-class ProgramPlan:
-    """Holds a row program, and the values of the user's graph that it computes."""
-
-    form: RowForm
-    outputs: tuple[RowOutput, ...]
-    matmuls: tuple[fx.Node | None, ...]  # of the trace, one for each product
-    dtypes: frozenset[torch.dtype] = frozenset()
-    is_learned: bool = False  # a gradient flows through one of them, maybe of entries alone
-
-    @property
-    def unlabelled(self) -> set[fx.Node]:
-        """Returns its values without cross-entropies with labels: `linear_kl` has those, too."""
-        return {o.inner for o in self.outputs if not has_labels(o.inner)}
-
-    @property
-    def of_rows(self) -> list[Node]:
-        """Returns the products that the program reads as tensors, as they have no keys."""
-        return products_in(self.form.read_of_rows)
-
-    @property
-    def operands(self) -> list[fx.Node]:
-        """Returns the tensors of the trace that the products are made of."""
-        every = (source_name(x) for p in self.form.products for x in (p.rows, p.keys))
-        return [x for x in every if isinstance(x, fx.Node)]
-
-    def program_of(self, output: RowOutput) -> Program | None:
-        """Returns the part of the program that computes one result; None if entries do."""
-        return self.form.program_of_root(self.outputs.index(output))
-
-    @property
-    def first(self) -> fx.Node:
-        """Returns the first of its values in the user's graph."""
-        nodes = {o.node for o in self.outputs}
-        return next(n for n in self.outputs[0].node.graph.nodes if n in nodes)
-
-    @property
-    def place(self) -> fx.Node:
-        """Returns the user's node before which the program must be inserted."""
-        return _recorded(self.first.graph)[self.first] if self.is_learned else self.first
 
 
 @dataclass(frozen=True)
@@ -155,7 +99,7 @@ class RowPlanner:
         self.levels = Levels(trace, reading)
         self.refused: dict[fx.Node, NotClosed] = {}
         self.position = {n: i for i, n in enumerate(region.nodes[0].graph.nodes)}
-        self._recorded = _recorded(region.nodes[0].graph)
+        self._recorded = recorded(region.nodes[0].graph)
         self._writes = [(i, written_memory(n)) for n, i in self.position.items()]
         self._matmuls = self._products()
         self._read: dict[fx.Node, _Read] = {}
@@ -423,18 +367,6 @@ class RowPlanner:
         results = {o.inner for plan in plans for o in plan.outputs}
         behind = reached([node], lambda n: () if n in results else n.all_input_nodes)
         return bool((behind - results) & products) or not ancestors(node) & results
-
-
-def _recorded(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Returns where a call with gradients stands that computes a node's value.
-
-    It is the node, or the beginning of the ``torch.no_grad`` that a metric is in.
-    """
-    found, last = {}, None
-    for node, mode in autograd_modes(graph.nodes).items():
-        last = node if last is None or mode == RECORDS else last
-        found[node] = last
-    return found
 
 
 def _with_shared_rows(arrays: list[Array]) -> list[Array]:

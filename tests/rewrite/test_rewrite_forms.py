@@ -471,6 +471,7 @@ SCALED = {  # of a sum, and how many of its scalings remain
     "mean": (lambda x: torch.div(x, 3.0), 0),
     "by a tensor": (lambda x: x * 2 / torch.ones(()).add(1), 1),
     "by nothing": (lambda x: x * 0.0, 1),
+    "over nothing": (lambda x: (x / 0).clamp(max=1.0), 1),
     "of what others read": (lambda x: 2 * x + 3 * x, 2),
     "by too little": (lambda x: x * 1e-30, 1),
     "an inverse": (lambda x: 2.0 / x, 1),
