@@ -32,6 +32,7 @@ from torch_streamkl.fx_passes.planning.profitability import (
     why_ids_are_left,
     why_left,
     why_program_is_left,
+    why_twice_is_left,
 )
 from torch_streamkl.fx_passes.planning.readers import Readers, readers_behind
 from torch_streamkl.fx_passes.planning.row_descriptions import (
@@ -269,7 +270,8 @@ class Inserting:
     def parted(self, plan: ProgramPlan, planner: RowPlanner) -> list[ProgramPlan]:
         """Returns the programs of what is refused and of all others, if only a part is refused.
 
-        The losses of a program that was refused are tried without its metrics.
+        The losses of a program that was refused are tried without its metrics. What is refused
+        may keep all products of the others: then these are not worth a program.
         """
         apart = {o.inner for o in plan.outputs if self._is_misread(plan, o)}
         refusal = self.refused.get(plan.first.name, "")
@@ -278,9 +280,12 @@ class Inserting:
             apart |= {o.inner for o in plan.outputs if not is_learned(o.node)}
         parts = [[o.inner for o in plan.outputs if (o.inner in apart) == x] for x in (False, True)]
         try:
-            return [planner.plan(x) for x in parts] if all(parts) else [plan]
+            found = [planner.plan(x) for x in parts] if all(parts) else [plan]
         except Unsupported:
             return [plan]
+        device = tensor_of(plan.first).device.type
+        is_left = self.min_mib is None and why_twice_is_left(0.0, ("other code",), device)
+        return [plan] if is_left and planner.keeps_products(found[0]) else found
 
     def _is_misread(self, plan: ProgramPlan, output: RowOutput) -> bool:
         try:

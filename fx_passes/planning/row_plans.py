@@ -328,6 +328,13 @@ class RowPlanner:
 
     # ------------------------------------------------------------------------ readers
 
+    def keeps_products(self, plan: ProgramPlan) -> bool:
+        """Returns whether code that stays needs all products of a program."""
+        graph = self.region.nodes[0].graph
+        gone = {n for n in graph.nodes if not n.users and n.op != "output"}
+        gone |= {o.node for o in plan.outputs}
+        return bool(self.why_kept(plan, gone, by_storage(graph)))
+
     def why_kept(self, plan: ProgramPlan, gone: Collection[fx.Node], memory: Memory) -> str:
         """Explains why fusing would recompute: other code also needs all products of a program.
 

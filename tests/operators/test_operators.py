@@ -34,6 +34,7 @@ from torch_streamkl.rows import op as rows_op
 from torch_streamkl.rows.losses import RowLoss
 from torch_streamkl.rows.problem import RowProblem
 from torch_streamkl.rows.program import Program
+from torch_streamkl.stored_gradients import scale_stored
 from torch_streamkl.topk import log_probs
 from torch_streamkl.topk import ops as topk_ops
 from torch_streamkl.topk.logits import entry_logits, entry_logits_backward
@@ -269,6 +270,7 @@ SAMPLES: dict[str, tuple[Any, Arguments, dict[str, Any]]] = {
     ),
     "checked_ids": (bounds.checked_ids, (torch.tensor([[0, 4, 2]]), 5, 1), NO_MORE),
     "once": (once, (torch.rand((), requires_grad=True), [torch.rand(3), torch.rand(0)]), NO_MORE),
+    "scale_stored": (scale_stored, (torch.rand(3, 2), torch.rand(())), NO_MORE),
     "double_backward_factor": (
         double_backward_factor, (torch.rand(()), [torch.rand(3), torch.rand(0)]), NO_MORE,
     ),

@@ -12,6 +12,7 @@ from tests.support.covering import every
 from tests.support.losses import rows_of_kl as kl_of_logs
 from torch_streamkl import explain
 from torch_streamkl.fx_passes import backend
+from torch_streamkl.fx_passes.planning import profitability
 
 
 def maps():
@@ -217,12 +218,17 @@ def test_a_clipped_ratio_next_to_an_entropy(entropy):
     assert not outcome.reasons and not outcome.report.remaining
 
 
-def test_a_comparison_of_one_sum_keeps_all_of_its_program():
+@pytest.mark.parametrize("least", [{}, {"cpu": 1.0}], ids=["anyway", "by default"])
+def test_a_comparison_of_one_sum_keeps_that_sum(least, monkeypatch):
+    """And the others of its program, where computing the product twice is not worth it."""
+    monkeypatch.setattr(profitability, "LEAST_TWICE_MIB", least)
+
     def step(h, w, advantages, labels):
         z = h @ w.T
         p_z = (z.softmax(-1) * z).sum(-1)
         return torch.where(z.logsumexp(-1) > 1.0, p_z, advantages).sum()
 
     outcome = compare(step, policy_inputs(), verify="never").check()
-    assert outcome.num_fused == 0
-    assert "gt reads the sum" in outcome.report.sites[0].reason
+    assert outcome.num_fused == (not least)
+    (reason,) = {site.reason for site in outcome.report.sites} - {""}
+    assert "gt reads the sum" in reason
