@@ -110,7 +110,9 @@ def why_twice_is_left(saved: float, readers: Iterable[str], device: str) -> str:
     """
     texts = "others", "logits computed twice"
     small = _too_small(saved, LEAST_TWICE_MIB, texts, device, None)
-    also = f"{', '.join(sorted(readers))} also reads its logits; computing them again saves"
+    names = sorted(readers)
+    verb = "reads" if len(names) == 1 else "read"
+    also = f"{', '.join(names)} also {verb} its logits; computing them again saves"
     return f"{also} {small}" if small else ""
 
 
