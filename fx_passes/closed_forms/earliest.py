@@ -10,14 +10,19 @@ from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.capture.retrace import Trace
 from torch_streamkl.fx_passes.closed_forms.alike import Forms
-from torch_streamkl.fx_passes.closed_forms.form import Call, ClosedForm, Matched, NotClosed
+from torch_streamkl.fx_passes.closed_forms.form import (
+    Call,
+    ClosedForm,
+    Matched,
+    NotClosed,
+    names_of,
+)
 from torch_streamkl.fx_passes.closed_forms.match import match_program
 from torch_streamkl.fx_passes.closed_forms.row_facts import logarithms_of, taken_in
 from torch_streamkl.fx_passes.closed_forms.row_sites import products_in
 from torch_streamkl.fx_passes.closed_forms.rows import sums_over_keys
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, name_of
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
-from torch_streamkl.fx_passes.reading.positions import source_name
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import SUM, Node
 from torch_streamkl.program.walks import walk
@@ -169,10 +174,14 @@ def _takes_logarithms(node: fx.Node, scores: Sequence[Node], reading: Reading) -
 
 @dataclass(frozen=True)
 class ProductType:
-    """Holds the types of a product: of the user's, which autocast decides, and of its operands."""
+    """Holds the types of a product: of the user's, which autocast decides, and of its operands.
+
+    ``made`` are the user's nodes that it is the type of.
+    """
 
     result: torch.dtype
     operands: torch.dtype
+    made: tuple[fx.Node, ...] = ()
 
 
 def product_types(trace: Trace, reading: Reading) -> dict[frozenset[object], ProductType]:
@@ -182,14 +191,16 @@ def product_types(trace: Trace, reading: Reading) -> dict[frozenset[object], Pro
         expr = reading.expression(node)
         if node.op != "call_function" or expr is None or name_of(node) not in MATMULS:
             continue
-        made, own = example(trace.outer.get(node, node)), node.meta["val"]
+        outer = trace.outer.get(node)
+        made, own = example(outer or node), node.meta["val"]
         assert isinstance(own, Tensor)
         types = made.dtype if isinstance(made, Tensor) else own.dtype, own.dtype
         for x in products_in([expr]):
-            names = frozenset(map(source_name, x.args)) - {None}
+            names = names_of(x.args)
             before = found.get(names, ProductType(*types))
             found[names] = ProductType(
                 torch.promote_types(before.result, types[0]),
                 torch.promote_types(before.operands, types[1]),
+                (*before.made, outer) if outer else before.made,
             )
     return found
