@@ -34,8 +34,9 @@ class ProgramPlan:
     form: RowForm
     outputs: tuple[RowOutput, ...]
     matmuls: tuple[fx.Node | None, ...]  # of the trace, one for each product
+    first: fx.Node  # of its values in the user's graph
+    place: fx.Node  # of the user's, before which the program must be inserted
     dtypes: frozenset[torch.dtype] = frozenset()
-    is_learned: bool = False  # a gradient flows through one of them, maybe of entries alone
 
     @property
     def unlabelled(self) -> set[fx.Node]:
@@ -56,17 +57,6 @@ class ProgramPlan:
     def program_of(self, output: RowOutput) -> Program | None:
         """Returns the part of the program that computes one result; None if entries do."""
         return self.form.program_of_root(self.outputs.index(output))
-
-    @property
-    def first(self) -> fx.Node:
-        """Returns the first of its values in the user's graph."""
-        nodes = {o.node for o in self.outputs}
-        return next(n for n in self.outputs[0].node.graph.nodes if n in nodes)
-
-    @property
-    def place(self) -> fx.Node:
-        """Returns the user's node before which the program must be inserted."""
-        return recorded(self.first.graph)[self.first] if self.is_learned else self.first
 
 
 def recorded(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

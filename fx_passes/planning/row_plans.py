@@ -140,8 +140,16 @@ class RowPlanner:
         dtypes = set(map(dtype_of, sources_in(*every)))
         check_eager(roots, form.read_of_rows, dtypes, self.reading)
         matmuls = tuple(self._matmul(p) for p in form.replaced)
-        is_learned = bool(trained([x.expr for x in arrays]))
-        return ProgramPlan(form, outputs, matmuls, frozenset(dtypes), is_learned)
+        first = self._first([o.node for o in outputs])
+        place = self._place(first, bool(trained([x.expr for x in arrays])))
+        return ProgramPlan(form, outputs, matmuls, first, place, frozenset(dtypes))
+
+    def _first(self, nodes: Iterable[fx.Node]) -> fx.Node:
+        return min(nodes, key=self.position.__getitem__)
+
+    def _place(self, first: fx.Node, is_learned: bool) -> fx.Node:
+        """The node before which a program stands: where its gradients are recorded, if any."""
+        return self._recorded[first] if is_learned else first
 
     def _matmul(self, product: Product) -> fx.Node | None:
         names = row_sites.name_of(product.rows), row_sites.name_of(product.keys)
@@ -237,8 +245,7 @@ class RowPlanner:
         if len({x for x in learned if x}) > 1:
             return None
         exprs = [self.reading.array(n).expr for n in inner]
-        place = min(nodes, key=lambda n: self.position[n])
-        first = self.position[self._recorded[place] if any(learned) else place]
+        first = self.position[self._place(self._first(nodes), any(learned))]
         read = nodes_read(*exprs)
         outer = self.trace.outer
         if any(n not in outer or self.position[outer[n]] > first for n in read):
