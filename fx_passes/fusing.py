@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -186,15 +186,13 @@ class Inserting:
         node, build = found.node, self.builder(found.node)
         site = self._described(found)
         small = why_left(found.forms, tensor_of(node).device.type, self.min_mib)
-        refusal = self.refused.get(node.name, "")
-        if isinstance(refusal, NotWorthIt):
-            small = small or refusal
+        small = small or self._why_not_worth_it([node])
         if small:
             return replace(site, fused=False, skipped=small, hint=FORCE_SIZE, roles="", warning="")
         try:
             with build.undone_if_unsupported():
-                if refusal:
-                    raise Unsupported(refusal)
+                if reason := self._why_refused(node):
+                    raise Unsupported(reason)
                 self._check(found)
                 replacement = self._value(build, found)
                 self.late[node.name] = self.aliases.check(
@@ -208,6 +206,16 @@ class Inserting:
             )
         node.replace_all_uses_with(replacement)
         return site
+
+    def _why_refused(self, node: fx.Node) -> str:
+        """Why an attempt before has refused a site; empty if it has not."""
+        reason = self.refused.get(node.name, "")
+        return "" if isinstance(reason, NotWorthIt) else reason
+
+    def _why_not_worth_it(self, nodes: Iterable[fx.Node]) -> str:
+        """Why an attempt before has found that one of some sites is not worth it."""
+        reasons = (self.refused.get(n.name, "") for n in nodes)
+        return next((r for r in reasons if isinstance(r, NotWorthIt)), "")
 
     def _value(self, build: Builder, found: Divergence) -> fx.Node:
         """Inserts the calls of a loss, and returns what takes the place of the user's node."""
@@ -273,9 +281,10 @@ class Inserting:
         The losses of a program that was refused are tried without its metrics. What is refused
         may keep all products of the others: then these are not worth a program.
         """
+        if len(plan.outputs) == 1:
+            return [plan]
         apart = {o.inner for o in plan.outputs if self._is_misread(plan, o)}
-        refusal = self.refused.get(plan.first.name, "")
-        if refusal and not isinstance(refusal, NotWorthIt):
+        if self._why_refused(plan.first):
             is_learned = self.losses.trace.is_learned
             apart |= {o.inner for o in plan.outputs if not is_learned(o.node)}
         parts = [[o.inner for o in plan.outputs if (o.inner in apart) == x] for x in (False, True)]
@@ -304,12 +313,11 @@ class Inserting:
         small = why_program_is_left(plan.form.replaced, device, self.min_mib)
         small = small or why_ids_are_left(plan.form, device, self.min_mib)
         # one of its divergences may not be worth it, of which each has its own name
-        of_outputs = (self.refused.get(o.node.name, "") for o in plan.outputs)
-        small = small or next((r for r in of_outputs if isinstance(r, NotWorthIt)), "")
-        reason, refusal = "", self.refused.get(name, "")
+        small = small or self._why_not_worth_it([o.node for o in plan.outputs])
+        reason = ""
         try:
             with build.undone_if_unsupported():
-                if refusal and not isinstance(refusal, NotWorthIt):
+                if refusal := self._why_refused(plan.first):
                     raise Unsupported(refusal)
                 for output in plan.outputs:
                     self._check_readers(plan, output)
