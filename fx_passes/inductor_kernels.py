@@ -94,7 +94,7 @@ def _lower(
     if of_cpp:
         is_lowered = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     else:  # attention is a bound operator (inductor_calls.py)
-        is_lowered = launches_heads(device) and not is_attention
+        is_lowered = launches_kernels(device) and not is_attention
     if not is_lowered:
         return fallback(*args, **kwargs)
     try:
@@ -125,7 +125,7 @@ def _lower_scaled(stored: Any, factor: Any) -> Any:
     from torch_streamkl.fx_passes import inductor_lowering as of
 
     given = {"stored": stored, "factor": factor}
-    if of.may_overwrite(stored) and launches_heads(stored.get_device()):
+    if of.may_overwrite(stored) and launches_kernels(stored.get_device()):
         try:
             lowering = of.Lowering(given, written=("stored",))
             # Inductor passes a tensor without dimensions on a CPU as a number
@@ -136,8 +136,8 @@ def _lower_scaled(stored: Any, factor: Any) -> Any:
     return to_dtype(product, stored.get_dtype())
 
 
-def launches_heads(device: torch.device) -> bool:
-    """Returns whether graphs of Python launch the kernels of LM heads with few tokens.
+def launches_kernels(device: torch.device) -> bool:
+    """Returns whether graphs of Python launch kernels: of LM heads with few tokens, and scalings.
 
     On an H100 the Python of a call takes some 0.9 ms, and with 512 tokens all that the GPU does
     0.8 (bench/notes/host.md).

@@ -76,7 +76,7 @@ def launched_by_graphs(monkeypatch, of_cpp=True):
         patch.setattr(triton.runtime.driver, "_active", Driver("sm_90"))
         patch.setattr(async_compile.AsyncCompile, "triton", compiled)
         patch.setattr(inductor_kernels, "is_needed", lambda: of_cpp)
-        patch.setattr(inductor_kernels, "launches_heads", lambda device: True)
+        patch.setattr(inductor_kernels, "launches_kernels", lambda device: True)
         yield launched
 
 
