@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,14 +55,16 @@ BIASES = ("student_bias", "teacher_bias")
 class Chain:
     """Collects the operations on the tokens' values until they are a scalar.
 
-    The scalar may be multiplied by numbers. They are part of the weights, so that the gradients
-    that the forward computes are those of the loss: the backward has nothing to multiply them by.
+    The scalar may be multiplied by numbers, and by tensors such as a mask's sum. They are part of
+    the weights, so that the gradients that the forward computes are those of the loss: the
+    backward has nothing to multiply them by.
     """
 
     steps: tuple[fx.Node, ...]
     total: fx.Node  # the sum or mean
-    scalings: tuple[fx.Node, ...] = ()  # by ``factor`` together
+    scalings: tuple[fx.Node, ...] = ()  # by ``factor`` and ``tensors`` together
     factor: float = 1.0
+    tensors: tuple[tuple[fx.Node, bool], ...] = ()  # and whether they divide
 
     @property
     def result(self) -> fx.Node:
@@ -92,8 +94,12 @@ def _is_written_meanwhile(call: fx.Node, chain: Chain) -> bool:
         return False
     carried = {*call.users, *chain.steps}
     read = (a for n in chain.steps for a in n.all_input_nodes if a not in carried)
-    reads = memory_of(read)
-    return any(reads & written_memory(n) for n in following(chain.steps[0].prev))
+    return _are_written(read, chain.steps[0].prev)
+
+
+def _are_written(tensors: Iterable[fx.Node], after: fx.Node) -> bool:
+    memory = memory_of(tensors)
+    return any(memory & written_memory(n) for n in following(after))
 
 
 def _is_eligible(call: fx.Node) -> bool:
@@ -130,24 +136,30 @@ def _chain(call: fx.Node, off: Collection[fx.Node]) -> Chain | None:
 
 
 def _scaled(steps: tuple[fx.Node, ...], total: fx.Node, off: Collection[fx.Node]) -> Chain:
-    """Returns a chain with the numbers that its sum is multiplied by, before others read it."""
+    """Returns a chain with what its sum is multiplied by, before others read it."""
     scalings: list[fx.Node] = []
+    tensors: list[tuple[fx.Node, bool]] = []
     factor, current = 1.0, total
     while len(current.users) == 1:
         previous, (current,) = current, current.users
-        number = _number(current, previous)
+        number, is_quotient = _number(current, previous), name_of(current) in QUOTIENTS
         if number is None or current in off or tensor_of(current).dtype != tensor_of(total).dtype:
             break
-        by = 1.0 / number if name_of(current) in QUOTIENTS else float(number)
-        if not LEAST_FACTOR <= abs(factor * by) <= 1.0 / LEAST_FACTOR:
-            break  # the weights of rows would underflow or be infinite
-        factor *= by
+        if isinstance(number, fx.Node):
+            if _are_written([number], current):
+                break
+            tensors.append((number, is_quotient))
+        else:
+            by = 1.0 / number if is_quotient else number
+            if not LEAST_FACTOR <= abs(factor * by) <= 1.0 / LEAST_FACTOR:
+                break  # the weights of rows would underflow or be infinite
+            factor *= by
         scalings.append(current)
-    return Chain(steps, total, tuple(scalings), factor)
+    return Chain(steps, total, tuple(scalings), factor, tuple(tensors))
 
 
-def _number(node: fx.Node, x: fx.Node) -> float | None:
-    """Returns the number other than 0 that a node multiplies or divides ``x`` by."""
+def _number(node: fx.Node, x: fx.Node) -> fx.Node | float | None:
+    """Returns the number other than 0, or the tensor, that a node multiplies or divides x by."""
     name = name_of(node)
     is_scaling = is_call(node) and name in PRODUCTS | QUOTIENTS and not node.kwargs
     if not is_scaling or len(node.args) != 2 or needs_gradient(node) != needs_gradient(x):
@@ -156,9 +168,22 @@ def _number(node: fx.Node, x: fx.Node) -> float | None:
     if len(given) != 1 or (name in QUOTIENTS and node.args[0] is not x):
         return None
     number = given[0]
+    if isinstance(number, fx.Node):
+        return number if _is_scalar(number, tensor_of(x)) else None
     if not isinstance(number, (int, float)) or isinstance(number, bool):
         return None
     return float(number) or None
+
+
+def _is_scalar(node: fx.Node, x: Tensor) -> bool:
+    """Whether a node is a tensor of one number without a gradient, whose quotients are exact.
+
+    In 16 bits the weight of every row would be rounded as the loss is.
+    """
+    value = example(node)
+    if not isinstance(value, Tensor) or value.dim() != 0 or needs_gradient(node):
+        return False
+    return value.dtype != torch.bool and value.device == x.device and x.dtype.itemsize > 2
 
 
 def _is_linear(node: fx.Node, x: fx.Node) -> bool:
@@ -211,6 +236,7 @@ def _replace(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:
     if is_unknown(tensor_of(ones).shape[0]):
         total = _unless_no_row(total, chain, ones, build)
     total = build.cast(total, tensor_of(chain.total).dtype)
+    total = _scaled_by(chain, total, build, in_range=False)
     chain.result.replace_all_uses_with(total)
     for node in (
         *reversed(chain.scalings), chain.total, *reversed(chain.steps), *call.users, call
@@ -252,6 +278,7 @@ def _row_weights(call: fx.Node, chain: Chain, ones: fx.Node, build: Builder) -> 
         current = build.call(torch.div, current, build.method("numel", current))
     if chain.factor != 1.0:
         current = build.call(torch.mul, current, chain.factor)
+    current = _scaled_by(chain, current, build, in_range=True)
     if not any(name_of(node) in PERMUTATIONS for node in chain.steps):
         return build.method("flatten", current)
     for node, source in reversed(list(zip(chain.steps, sources, strict=True))):
@@ -260,6 +287,21 @@ def _row_weights(call: fx.Node, chain: Chain, ones: fx.Node, build: Builder) -> 
         elif name_of(node) in VIEWS - SAME_SHAPE:
             current = build.method("reshape_as", current, source)
     return current
+
+
+def _scaled_by(chain: Chain, x: fx.Node, build: Builder, in_range: bool) -> fx.Node:
+    """Multiplies or divides by the tensors of a chain that are in range, or by those that are not.
+
+    The sum is divided by 0, infinity and NaN itself: the weights of rows would make other values.
+    """
+    for tensor, is_quotient in chain.tensors:
+        size = build.call(torch.abs, tensor)
+        bounds = (torch.ge, LEAST_FACTOR), (torch.le, 1.0 / LEAST_FACTOR)
+        usable = build.call(torch.mul, *(build.call(is_, size, bound) for is_, bound in bounds))
+        choices = (tensor, 1) if in_range else (1, tensor)
+        by = build.call(torch.where, usable, *choices)
+        x = build.call(torch.div if is_quotient else torch.mul, x, by)
+    return x
 
 
 def _undone(build: Builder, node: fx.Node, x: fx.Node) -> fx.Node:

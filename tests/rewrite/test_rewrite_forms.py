@@ -25,6 +25,8 @@ from tests.support.programs import (
 )
 from tests.support.table import Table
 from torch_streamkl.fx_passes.pipeline import rewrite
+from torch_streamkl.linear import ops as linear_ops
+from torch_streamkl.stored_gradients import scaled_gradients
 
 slow = pytest.mark.slow
 
@@ -465,41 +467,62 @@ def test_weighted_sums_have_their_gradient_in_the_forward(reduction):
     assert ("linear_kl_sum.default" in found) == (reduction in SUMS), found
 
 
-SCALED = {  # of a sum, and how many of its scalings remain
-    "batchmean and temperature": (lambda x: x / 7 * 0.25 * 4, 0),
-    "from the left": (lambda x: -2 * x, 0),
-    "mean": (lambda x: torch.div(x, 3.0), 0),
-    "by a tensor": (lambda x: x * 2 / torch.ones(()).add(1), 1),
-    "by nothing": (lambda x: x * 0.0, 1),
-    "over nothing": (lambda x: (x / 0).clamp(max=1.0), 1),
-    "of what others read": (lambda x: 2 * x + 3 * x, 2),
-    "by too little": (lambda x: x * 1e-30, 1),
-    "an inverse": (lambda x: 2.0 / x, 1),
-    "without gradient": (lambda x: 2 * x.detach() + x.square(), 1),
+SCALED = {  # of a sum, and what the backward multiplies its gradients by
+    "batchmean and temperature": (lambda x, n: x / 7 * 0.25 * 4, 1),
+    "from the left": (lambda x, n: -2 * x, 1),
+    "mean": (lambda x, n: torch.div(x, 3.0), 1),
+    "by a tensor": (lambda x, n: x * 2 / n, 1),
+    "times a tensor, by another": (lambda x, n: n.square() * x / n.long(), 1),
+    "by a mask's sum": (lambda x, n: x / n.clamp(min=1) * 0.25, 1),
+    "by a tensor of 0": (lambda x, n: x * (n * 0), 0),
+    "by a tensor too large": (lambda x, n: x / (n * 1e20), 1 / 3e20),
+    "by nothing": (lambda x, n: x * 0.0, 0),
+    "of what others read": (lambda x, n: 2 * x + 3 * x, 5),
+    "by too little": (lambda x, n: x * 1e-30, 1e-30),
+    "without gradient": (lambda x, n: 2 * x.detach() + x * x.detach() / x.detach(), 1),
+    "an inverse": (lambda x, n: 2.0 / x, None),
 }
 
 
 @pytest.mark.parametrize("name", list(SCALED))
-def test_numbers_that_multiply_a_sum_are_weights_of_its_rows(name):
+def test_what_multiplies_a_sum_is_part_of_its_rows_weights(name, monkeypatch):
     """The backward has nothing to multiply a weight's gradient by."""
-    scale, remaining = SCALED[name]
+    scale, factor = SCALED[name]
+    factors = []
+    monkeypatch.setattr(
+        linear_ops,
+        "scaled_gradients",
+        lambda stored, grad, needs: factors.append(grad) or scaled_gradients(stored, grad, needs),
+    )
 
     def loss(xs, ws, xt, wt, labels):
-        return scale(rows_of_kl(F.linear(xs, ws), F.linear(xt, wt)).sum())
+        number = (labels >= 0).float().sum() * 0 + 3
+        return scale(rows_of_kl(F.linear(xs, ws), F.linear(xt, wt)).sum(), number)
 
-    fused(loss, hidden_inputs())
-    found = []
+    fused(loss, hidden_inputs(), verify="never")
+    for value in map(float, factors):
+        assert value != 1 if factor is None else value == pytest.approx(factor, rel=1e-6), value
+    assert factors
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_tensor_that_is_written_later_is_no_weight(is_written):
+    def loss(xs, ws, xt, wt, labels):
+        number = (labels >= 0).float().sum()
+        total = rows_of_kl(F.linear(xs, ws), F.linear(xt, wt)).sum() / number
+        return total, number.add_(1) if is_written else number
+
+    names = []
 
     def backend(gm, _):
         assert rewrite(gm).num_fused == 1
-        nodes = list(gm.graph.nodes)
-        names = [getattr(n.target, "__name__", str(n.target)) for n in nodes]
-        found.extend(names[names.index("once.default") :])
+        names.extend(getattr(n.target, "__name__", str(n.target)) for n in gm.graph.nodes)
         return gm.forward
 
     torch._dynamo.reset()
     torch.compile(loss, backend=backend)(*hidden_inputs())
-    assert sum(x in ("mul", "truediv", "div") for x in found) == remaining, found
+    assert "linear_kl_sum.default" in names
+    assert ("where" in names) != is_written, names
 
 
 def a_gradient_in_the_forward(xs, ws, xt, wt, labels):
