@@ -32,6 +32,7 @@ from torch_streamkl.fx_passes.closed_forms.entries import (
     without_entries,
 )
 from torch_streamkl.fx_passes.closed_forms.form import (
+    NO_ENTRIES,
     NoForm,
     Product,
     RowValue,
@@ -93,8 +94,6 @@ from torch_streamkl.program.walks import walk
 from torch_streamkl.rows import derive
 from torch_streamkl.rows.program import Program
 from torch_streamkl.rows.trace import Tracer
-
-NO_ENTRIES = "the scores have a dimension without entries"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch_streamkl.fx_passes.fx_utils.mutation import (
 )
 from torch_streamkl.fx_passes.fx_utils.nodes import example, name_of
 from torch_streamkl.program.graph import Node, Source
-from torch_streamkl.program.walks import walk
+from torch_streamkl.program.walks import fold, walk
 
 Name = tuple[object, int]  # of a captured tensor, and its version
 
@@ -36,11 +36,11 @@ class Trained:
 
     def of(self, x: Node) -> frozenset[Name]:
         """Returns the captured tensors with gradient in an expression."""
-        for part in walk([x], lambda y: y not in self._found):
-            if part not in self._found:
-                within = (self._found[a] for a in part.args)
-                self._found[part] = frozenset(_name_of(part)).union(*within)
-        return self._found[x]
+
+        def made_of(y: Node) -> frozenset[Name]:
+            return frozenset(_name_of(y)).union(*(self._found[a] for a in y.args))
+
+        return fold(x, self._found, made_of)
 
     def lost(self, given: Iterable[Node | None], x: Node) -> frozenset[Name]:
         """Returns those of operands that cancel in a result; none if the result names others."""

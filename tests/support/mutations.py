@@ -505,7 +505,7 @@ FAULTS = (
         f"{REWRITE}test_choices -k scale",
     ),
     Fault(
-        f"{CLOSED}/match.py",
+        f"{CLOSED}/scores.py",
         "form.scale * cap,",
         "form.scale,",
         f"{REWRITE}test_choices -k scale",
