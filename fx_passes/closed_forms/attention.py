@@ -15,10 +15,10 @@ from torch_streamkl.fx_passes.closed_forms.form import (
     Product,
     Side,
     is_softmax,
-    operands_of,
 )
 from torch_streamkl.fx_passes.closed_forms.masks import masks_of
 from torch_streamkl.fx_passes.closed_forms.score_form import ScoreForm, has_product, read
+from torch_streamkl.fx_passes.closed_forms.scores import side_of
 from torch_streamkl.program.canonical import product
 from torch_streamkl.program.divergences import named
 from torch_streamkl.program.graph import ONE, SUM, Axis, Node
@@ -95,16 +95,8 @@ def attention_of(x: Weighted, dims: Dims) -> Attention:
     form = read(x.score, x.key)
     if form.terms:
         raise NoForm("scores are a sum of products, but of no LM head with a single adapter")
-    queries, keys = operands_of(form.product, x.key)
-    scale = form.scale * form.softcap if form.softcap else form.scale
-    side = Side(
-        Product(queries, keys, form.product.value, factors=form.factors),
-        scale,
-        form.softcap,
-        form.inner_biases,
-        form.biases,
-    )
-    of_values = Side(Product(queries, x.values, form.product.value))
+    side = side_of(form, x.key)
+    of_values = Side(Product(side.product.rows, x.values, form.product.value))
     rows = ordered_rows(x.axes - {x.key}, [a for own in dims for a in own])
     axes = axes_of((side, of_values), (form.mask,), rows, x.key)
     return Attention(form, side, axes, masks_of(form.mask, axes), x.values, x.width)

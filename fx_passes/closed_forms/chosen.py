@@ -26,11 +26,14 @@ from torch_streamkl.fx_passes.closed_forms.entries import (
     Entries,
     Search,
     ids_of,
-    is_of_one_key,
     may_hide_rows,
 )
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, Product
-from torch_streamkl.fx_passes.closed_forms.row_sites import has_products, is_entered
+from torch_streamkl.fx_passes.closed_forms.row_sites import (
+    has_products,
+    is_elementwise,
+    is_entered,
+)
 from torch_streamkl.program.canonical import choose, compare, linear, terms_of
 from torch_streamkl.program.fresh_axes import fresh_axis
 from torch_streamkl.program.graph import (
@@ -190,7 +193,7 @@ def _differences(x: Node, search: Search) -> Iterator[_Difference]:
     constant, terms = terms_of(x)
     sums = [(c, t) for c, t in terms if t.kind == LOGSUMEXP]
     sums = [(c, t) for c, t in sums if has_products(t)]
-    products = [y for y in walk(x.args, is_of_one_key) if y.op == CONTRACT] if sums else []
+    products = [y for y in walk(x.args, is_elementwise) if y.op == CONTRACT] if sums else []
     for product in products:
         at_ids = search.at(product)
         if at_ids is None or any(a.size == 0 for a in at_ids[0].places):
@@ -236,7 +239,7 @@ def _minus(a: float, b: float) -> float:
 
 
 def _reads(x: Node, product: Node) -> bool:
-    return any(y is product for y in walk([x], is_of_one_key))
+    return any(y is product for y in walk([x], is_elementwise))
 
 
 def _of_other_keys(lse: Node, entries: Entries, name: ChosenIds) -> Node:

@@ -25,7 +25,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, example, name_of
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import SUM, Node
-from torch_streamkl.program.walks import walk
+from torch_streamkl.program.walks import fold, walk
 
 Plans = Mapping[fx.Node, Matched | str]  # what computes a value, or why nothing does
 
@@ -136,18 +136,21 @@ def _row_values(trace: Trace, reading: Reading) -> Iterator[fx.Node]:
 
 def _is_linear(x: Node, known: dict[Node, bool]) -> bool:
     """Whether an expression is a sum over keys, or a weighted sum of some and of other values."""
-    if x not in known:
-        known[x] = False
-        match x.op:
-            case "linear" | "product":
-                known[x] = any(_is_linear(a, known) for a in x.args)
-            case "div":
-                known[x] = _is_linear(x.args[0], known)
-            case "where":
-                known[x] = any(_is_linear(a, known) for a in x.args[1:])
-            case "reduce" if x.kind == SUM:
-                known[x] = _is_linear(x.args[0], known)
-    return known[x]
+    return fold(x, known, lambda y: any(known[a] for a in _added(y)), lambda y: bool(_added(y)))
+
+
+def _added(x: Node) -> Sequence[Node]:
+    """The arguments that an expression is linear in."""
+    match x.op:
+        case "linear" | "product":
+            return x.args
+        case "div":
+            return x.args[:1]
+        case "where":
+            return x.args[1:]
+        case "reduce" if x.kind == SUM:
+            return x.args
+    return ()
 
 
 def _planned(node: fx.Node, reading: Reading) -> Matched | str:

@@ -15,7 +15,12 @@ from dataclasses import dataclass, field
 from torch_streamkl.fx_passes.closed_forms.alike import free_axes, numbered
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, Product
 from torch_streamkl.fx_passes.closed_forms.repeated_ids import SINGLE_ENTRIES, why_repeated
-from torch_streamkl.fx_passes.closed_forms.row_sites import Place, is_entered, operands_in
+from torch_streamkl.fx_passes.closed_forms.row_sites import (
+    Place,
+    is_elementwise,
+    is_entered,
+    operands_in,
+)
 from torch_streamkl.fx_passes.reading.positions import Positions
 from torch_streamkl.program.fresh_axes import fresh_axis
 from torch_streamkl.program.graph import (
@@ -214,13 +219,8 @@ def check_normalizers(opened: Iterable[Node], roots: Iterable[Node]) -> None:
         for x in walk(exprs, is_entered):
             if x.op != "linear" or not any(may_hide_rows(t, is_added) for t in x.args):
                 continue
-            if any(map(is_score, walk(x.args, is_of_one_key))):
+            if any(map(is_score, walk(x.args, is_elementwise))):
                 raise NoForm(HIDDEN, x)
-
-
-def is_of_one_key(x: Node) -> bool:
-    """Returns whether what an expression is made of has its key, and no others of the row."""
-    return is_entered(x) and x.op not in ("reduce", "log_softmax")
 
 
 def _is_product(x: Node) -> bool:

@@ -16,6 +16,7 @@ from torch_streamkl.program.walks import walk
 
 ATTENTION, LINEAR = "attention_kl", "linear_kl"
 TEACHER, STUDENT = 0, 1
+NO_ENTRIES = "the scores have a dimension without entries"
 
 
 class NoForm(Unsupported):

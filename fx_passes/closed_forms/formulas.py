@@ -15,7 +15,7 @@ from torch_streamkl.program.divergences import Functional, evaluate, render
 from torch_streamkl.program.graph import ONE, Node, apply, const
 from torch_streamkl.program.identities import LOG_P, LOG_S, P, S
 from torch_streamkl.program.operations import OPERATIONS, exact
-from torch_streamkl.program.walks import length_of, walk
+from torch_streamkl.program.walks import length_of, rebuilt_root, walk
 
 Monomial = tuple[Node, ...]  # what a term multiplies, sorted by digest
 Polynomial = dict[Monomial, float]
@@ -174,10 +174,7 @@ def _total(terms: Sequence[tuple[float, Node]], names: Mapping[int, tuple[Node, 
 
 def _written(x: Node, names: Mapping[int, tuple[Node, Node]]) -> Node:
     """An expression in canonical form as one of the operations that divergences have."""
-    found: dict[Node, Node] = {}
-    for y in walk([x]):
-        found[y] = _written_one(y, [found[a] for a in y.args], names)
-    return found[x]
+    return rebuilt_root(x, lambda y, args: _written_one(y, args, names))
 
 
 def _written_one(x: Node, args: Sequence[Node], names: Mapping[int, tuple[Node, Node]]) -> Node:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_streamkl.fx_passes.closed_forms.form import NoForm, sources_in
+from torch_streamkl.fx_passes.closed_forms.form import NO_ENTRIES, NoForm, sources_in
 from torch_streamkl.fx_passes.closed_forms.score_form import ScoreForm, read
 from torch_streamkl.fx_passes.closed_forms.worlds import LOG
 from torch_streamkl.program.canonical import linear, scaled, terms_of
@@ -131,7 +131,7 @@ class Variables:
         if kind == SUM:
             return scaled(count, exponential(log))
         if not count:
-            raise NoForm("the scores have a dimension without entries", x)
+            raise NoForm(NO_ENTRIES, x)
         return linear(math.log(count), [(1.0, log)])
 
 

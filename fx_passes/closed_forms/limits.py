@@ -13,6 +13,7 @@ from dataclasses import replace
 from torch_streamkl.fx_passes.closed_forms.axes import ABSENT, ROW_ONLY, kind_of
 from torch_streamkl.fx_passes.closed_forms.form import (
     LINEAR,
+    NO_ENTRIES,
     Axes,
     Bias,
     Call,
@@ -64,7 +65,7 @@ def _is_per_vocab_entry(bias: Bias, key: Axis) -> bool:
 def check_call(call: Call) -> None:
     """Raises NoForm with the limit of an operator that a call exceeds."""
     if any(a.size == 0 for a in (*call.axes.rows, call.axes.key)):
-        raise NoForm("the scores have a dimension without entries")
+        raise NoForm(NO_ENTRIES)
     if call.student.averaged:
         raise NoForm("the probabilities of both sides are averaged over heads")
     for side in call.sides:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch_streamkl.fx_passes.closed_forms.axes import axes_of, in_memory_order, ordered_rows
 from torch_streamkl.fx_passes.closed_forms.divergence import (
@@ -25,12 +25,10 @@ from torch_streamkl.fx_passes.closed_forms.form import (
     Matched,
     NoForm,
     NotClosed,
-    Product,
     RowValue,
     Side,
     Stricter,
     is_of_products,
-    operands_of,
 )
 from torch_streamkl.fx_passes.closed_forms.formulas import functional_of, value_at
 from torch_streamkl.fx_passes.closed_forms.heads import Distribution, Variables
@@ -53,6 +51,7 @@ from torch_streamkl.fx_passes.closed_forms.score_form import (
     ScoreForm,
     read,
 )
+from torch_streamkl.fx_passes.closed_forms.scores import side_of
 from torch_streamkl.fx_passes.closed_forms.sums import joined
 from torch_streamkl.fx_passes.closed_forms.underflow import asks_for_zero
 from torch_streamkl.fx_passes.closed_forms.worlds import Judgement, judged
@@ -247,7 +246,7 @@ def _sides(
             bound = num_keys_of(condition, key)
             if bound is not None and form.fill <= IMPROBABLE and num_keys is None:
                 num_keys, conditions = bound, conditions - {condition}
-        yield _side(part, form, key, num_keys), conditions
+        yield side_of(form, key, part.averaged, num_keys), conditions
 
 
 def _check_improbable(pair: Pair, sides: Sequence[Side], forms: Sequence[ScoreForm]) -> None:
@@ -278,21 +277,6 @@ def _check_added(pair: Pair, sides: Sequence[Side], parts: Sequence[Distribution
 def _with_log(pair: Pair, variable: Node, log: float) -> float:
     """The divergence at a key with the logarithm of one probability, and a common other one."""
     return value_at(pair.expr, *(log if x is variable else -2.0 for x in (LOG_P, LOG_S)))
-
-
-def _side(part: Distribution, form: ScoreForm, key: Axis, num_keys: Node | None) -> Side:
-    product = Product(*operands_of(form.product, key), form.product.value, factors=form.factors)
-    cap = form.softcap or 1.0  # what is inside of a tanh is divided by it
-    return Side(
-        product,
-        form.scale * cap,
-        form.softcap,
-        tuple(replace(b, weight=b.weight * cap) for b in form.inner_biases),
-        form.biases,
-        tuple(replace(t, weight=t.weight * cap) for t in form.terms),
-        part.averaged,
-        num_keys,
-    )
 
 
 def _fill(forms: Sequence[ScoreForm], functional: Functional) -> float | None:

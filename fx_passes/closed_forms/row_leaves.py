@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
 from torch_streamkl.fx_passes.closed_forms.row_groups import Dim, RowAxes
-from torch_streamkl.program.graph import ANY, CONTRACT, FLOAT, INT, Axis, Node, index
+from torch_streamkl.fx_passes.closed_forms.row_sites import is_elementwise
+from torch_streamkl.program.graph import ANY, FLOAT, INT, Axis, Node, index
 from torch_streamkl.program.walks import walk
 from torch_streamkl.rows.program import COLUMNS, KEY, PAIR, ROW, Capture
 
@@ -42,21 +43,21 @@ class Leaves:
             return True
         if self._is_at_head(x):
             return True
-        leaves = [y for y in walk([x], _has_elements) if y.op in ("capture", "size")]
+        leaves = [y for y in walk([x], is_elementwise) if y.op in ("capture", "size")]
         if not leaves:
             return False
-        if self.kind_of(x) != PAIR or not _has_elements(x):
+        if self.kind_of(x) != PAIR:
             return True
         return x.dtype != FLOAT and any(self.kind_of(y) == PAIR for y in leaves)
 
     def _is_at_head(self, x: Node) -> bool:
         """Whether a condition depends on the index of a batch or head, which a program lacks."""
-        if x.op in ("index", "and", "or", "not") or not _has_elements(x):
+        if x.op in ("index", "and", "or", "not"):
             return False
         if x.dtype == FLOAT and self.kind_of(x) == PAIR:
             return False
         axes = {*self.axes.batch, *(a for heads in self.axes.heads for a in heads)}
-        return any(y.op == "index" and y.value in axes for y in walk([x], _has_elements))
+        return any(y.op == "index" and y.value in axes for y in walk([x], is_elementwise))
 
     def number(self, x: Node) -> int:
         """Returns the number of a captured tensor."""
@@ -125,8 +126,3 @@ class Leaves:
         return tuple(
             Capture(c.kind, c.value.dtype, numbers[c.heads]) for c in self.captured.values()
         )
-
-
-def _has_elements(x: Node) -> bool:
-    """Whether an expression is computed from the elements of its arguments."""
-    return x.op not in ("capture", CONTRACT, "reduce", "log_softmax", "size")

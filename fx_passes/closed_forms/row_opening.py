@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from torch_streamkl.fx_passes.closed_forms.alike import matched
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
 from torch_streamkl.fx_passes.closed_forms.repeated_ids import why_repeated
 from torch_streamkl.fx_passes.closed_forms.row_sites import (
@@ -17,7 +18,6 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import (
     is_entered,
     is_of_keys,
     key_position,
-    name_of,
     operands_in,
     places_of,
     products_in,
@@ -58,52 +58,6 @@ def with_args(x: Node, args: tuple[Node, ...]) -> Node:
     elif x.op == CONTRACT:
         axes -= set(x.value)
     return intern(x.op, args, x.value, x.dtype, axes, x.is_finite, x.range)
-
-
-def matched(x: Node, y: Node, names: dict[Axis, Axis]) -> bool:
-    """Returns whether two products, or positions, are one but for the names of their axes."""
-    if x.op != y.op or len(x.args) != len(y.args):
-        return False
-    match x.op:
-        case "index":
-            return _named(x.value, y.value, names)
-        case "capture":
-            if name_of(x) != name_of(y):
-                return False
-        case "contract":
-            if len(x.value) != len(y.value):
-                return False
-            if not all(_named(a, b, names) for a, b in zip(x.value, y.value, strict=True)):
-                return False
-        case "linear":  # whose terms are sorted by the names of their axes, too
-            (constant, terms), (other, others) = terms_of(x), terms_of(y)
-            return constant == other and _are_matched(terms, others, names)
-        case _:
-            if x.value != y.value:
-                return False
-    return all(matched(a, b, names) for a, b in zip(x.args, y.args, strict=True))
-
-
-def _are_matched(
-    terms: list[tuple[float, Node]], others: list[tuple[float, Node]], names: dict[Axis, Axis]
-) -> bool:
-    """Whether terms are others, in some order; adds to the names if they are."""
-    if not terms:
-        return not others
-    (c, x), *rest = terms
-    for i, (d, y) in enumerate(others):
-        found = dict(names)
-        if c == d and matched(x, y, found):
-            if _are_matched(rest, others[:i] + others[i + 1 :], found):
-                names.update(found)
-                return True
-    return False
-
-
-def _named(a: Axis, b: Axis, names: dict[Axis, Axis]) -> bool:
-    if a.size != b.size or names.setdefault(a, b) != b:
-        return False
-    return sum(other == b for other in names.values()) == 1
 
 
 class Opening:

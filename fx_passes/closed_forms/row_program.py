@@ -23,18 +23,16 @@ from typing import Any
 from torch_streamkl.fx_passes.closed_forms.alike import Forms
 from torch_streamkl.fx_passes.closed_forms.axes import ordered_rows
 from torch_streamkl.fx_passes.closed_forms.chosen import (
-    Chosen,
-    ChosenValue,
     in_one_pass,
     with_chosen,
 )
 from torch_streamkl.fx_passes.closed_forms.entries import (
-    Entries,
     Search,
     check_normalizers,
     without_entries,
 )
 from torch_streamkl.fx_passes.closed_forms.form import (
+    NO_ENTRIES,
     NoForm,
     Product,
     RowValue,
@@ -47,6 +45,7 @@ from torch_streamkl.fx_passes.closed_forms.row_checks import (
     is_filled,
 )
 from torch_streamkl.fx_passes.closed_forms.row_facts import dtype_of
+from torch_streamkl.fx_passes.closed_forms.row_form import RowForm, RowReduction
 from torch_streamkl.fx_passes.closed_forms.row_groups import (
     Dim,
     RowAxes,
@@ -54,7 +53,7 @@ from torch_streamkl.fx_passes.closed_forms.row_groups import (
     product_of,
 )
 from torch_streamkl.fx_passes.closed_forms.row_keys import Facts, check_single_keys, keys_of
-from torch_streamkl.fx_passes.closed_forms.row_leaves import Captured, Leaves
+from torch_streamkl.fx_passes.closed_forms.row_leaves import Leaves
 from torch_streamkl.fx_passes.closed_forms.row_maxima import with_largest
 from torch_streamkl.fx_passes.closed_forms.row_opening import Opening, detached_in, with_whole_rows
 from torch_streamkl.fx_passes.closed_forms.row_products import (
@@ -93,91 +92,8 @@ from torch_streamkl.program.reductions import substitute
 from torch_streamkl.program.shifts import HIDES
 from torch_streamkl.program.walks import walk
 from torch_streamkl.rows import derive
-from torch_streamkl.rows.program import Program, program_of
+from torch_streamkl.rows.program import Program
 from torch_streamkl.rows.trace import Tracer
-
-
-@dataclass(frozen=True)
-class RowOutput:
-    """Describes a value of rows that a program returns: a reduction, with axes for dimensions.
-
-    The axes are those of batch, heads and rows, and of blocks of keys.
-    """
-
-    number: int  # of the program's reduction
-    axes: tuple[Dim, ...]
-    grad_flows: bool
-    is_float: bool  # else it counts
-
-
-@dataclass(frozen=True)
-class RowForm:
-    """Represents sums over keys as one row program, and what is computed of its rows' values.
-
-    ``around`` has an expression for each root, in which `RowValue` n is ``values[n]``.
-    """
-
-    program: Program | None  # None: of entries alone
-    products: tuple[Product, ...]
-    axes: RowAxes
-    captures: tuple[Captured, ...]
-    values: tuple[RowOutput, ...]
-    around: tuple[Node, ...]
-    entries: tuple[Entries, ...] = ()  # values at ids that are computed apart
-    chosen: tuple[Chosen, ...] = ()  # log-probabilities of these
-
-    @property
-    def of_rows(self) -> tuple[Node, ...]:
-        """Returns all expressions of the rows' values: those of the roots first."""
-        return (*self.around, *(x for c in self.chosen for x in c.parts))
-
-    @property
-    def read_of_rows(self) -> list[Node]:
-        """Returns what has no keys: what the program reads, and expressions of rows."""
-        return [*(c.value for c in self.captures), *self.of_rows]
-
-    def program_of_root(self, n: int) -> Program | None:
-        """Returns the part of the program that computes one root: other roots may need more."""
-        names = _names_in([self.around[n]])
-        if self.program is None or any(isinstance(x, ChosenValue) for x in names):
-            return self.program  # log-probabilities of entries read values of their own
-        found = sorted({self.values[x.number].number for x in names if isinstance(x, RowValue)})
-        whole = self.program
-        parts = [whole.reduced[c] for c in found]
-        return program_of(whole.dot_heads, whole.captures, parts, whole.keys)[0]
-
-    def kinds_of_root(self, n: int) -> set[str]:
-        """Returns the kinds of reductions that a root reads: none if it is of entries alone."""
-        names = _names_in([self.around[n]])
-        chosen = [self.chosen[x.number] for x in names if isinstance(x, ChosenValue)]
-        names += _names_in([part for c in chosen for part in c.parts])
-        if self.program is None:
-            return set()
-        numbers = {self.values[x.number].number for x in names if isinstance(x, RowValue)}
-        kinds = {self.program.reductions[n].kind for n in numbers}
-        return kinds | {LOGSUMEXP for c in chosen if c.scale is not None}
-
-    @property
-    def requires_grad(self) -> bool:
-        return any(x.grad_flows for x in self.values)
-
-    @property
-    def replaced(self) -> tuple[Product, ...]:
-        """Returns all products that need not be there as a whole: those of entries, too."""
-        return (*self.products, *(x.product for x in self.every_entries))
-
-    @property
-    def every_entries(self) -> tuple[Entries, ...]:
-        """Returns the entries, also those of log-probabilities."""
-        return tuple(dict.fromkeys([*self.entries, *(c.entries for c in self.chosen)]))
-
-
-def _names_in(roots: Sequence[Node]) -> list[object]:
-    """Names what expressions of the rows' values read."""
-    return [x.value.name for x in walk(roots) if x.op == "capture"]
-
-
-NO_ENTRIES = "the scores have a dimension without entries"
 
 
 @dataclass(frozen=True)
@@ -375,10 +291,10 @@ class _Planner:
 
     def _around(
         self, groups: RowAxes, slots: Sequence[int], outputs: Sequence[Node]
-    ) -> tuple[tuple[RowOutput, ...], tuple[Node, ...]]:
+    ) -> tuple[tuple[RowReduction, ...], tuple[Node, ...]]:
         """The per-row values, and the roots as expressions of them."""
         by_number = {number: heads for heads, number in groups.numbers.items()}
-        values, changes = dict[Node, RowOutput](), dict[Node, Node]()
+        values, changes = dict[Node, RowReduction](), dict[Node, Node]()
         made_of = dict(zip(self.opened, zip(slots, outputs, strict=True), strict=True))
         for site in self.sites:
             slot, made = made_of[site.opened]
@@ -386,7 +302,7 @@ class _Planner:
             of_rows = (groups.batch, by_number[made.head], groups.rows)
             dims = (*of_rows, site.blocks) if site.blocks else of_rows
             is_float = site.node.dtype == FLOAT
-            values.setdefault(site.opened, RowOutput(slot, dims, site.opened.flows, is_float))
+            values.setdefault(site.opened, RowReduction(slot, dims, site.opened.flows, is_float))
             original = {b: a for a, b in site.names.items() if a not in site.blocks}
             flat = [a for d in of_rows for a in d]
             if any(a not in original for a in flat):

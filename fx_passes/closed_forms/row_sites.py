@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_streamkl.program.graph import ARGMAX, CONTRACT, LOGSUMEXP, MAX, SUM, Axis, Node, Source
-from torch_streamkl.program.walks import walk
+from torch_streamkl.program.walks import fold, walk
 
 Place = tuple[Any, ...]  # the sources of both operands, which of them it is, and a dimension
 
@@ -23,6 +23,11 @@ Place = tuple[Any, ...]  # the sources of both operands, which of them it is, an
 def is_entered(x: Node) -> bool:
     """Returns whether the arguments of an expression are values, and no positions."""
     return x.op not in ("capture", CONTRACT)
+
+
+def is_elementwise(x: Node) -> bool:
+    """Returns whether an expression is computed from its arguments at the same rows and keys."""
+    return is_entered(x) and x.op not in ("reduce", "log_softmax")
 
 
 def products_in(roots: Iterable[Node]) -> list[Node]:
@@ -40,12 +45,13 @@ _products: weakref.WeakKeyDictionary[Node, frozenset[Node]] = weakref.WeakKeyDic
 
 def products_of(x: Node) -> frozenset[Node]:
     """Returns the products in an expression, each of which is looked at once."""
-    for y in walk([x], lambda y: is_entered(y) and y not in _products):
-        if y not in _products:
-            inside = [_products[a] for a in y.args] if is_entered(y) else []
-            own = frozenset([y]) if y.op == CONTRACT else frozenset()
-            _products[y] = own.union(*inside)
-    return _products[x]
+
+    def made_of(y: Node) -> frozenset[Node]:
+        if not is_entered(y):
+            return frozenset([y]) if y.op == CONTRACT else frozenset()
+        return frozenset[Node]().union(*(_products[a] for a in y.args))
+
+    return fold(x, _products, made_of, is_entered)
 
 
 def has_products(x: Node) -> bool:

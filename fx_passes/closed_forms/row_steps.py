@@ -15,6 +15,12 @@ import math
 from collections.abc import Mapping, Sequence
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm
+from torch_streamkl.fx_passes.closed_forms.row_arithmetic import (
+    added,
+    folded,
+    logarithm,
+    multiplied,
+)
 from torch_streamkl.fx_passes.closed_forms.row_leaves import Leaves
 from torch_streamkl.fx_passes.closed_forms.row_sites import has_products
 from torch_streamkl.program.canonical import ADDED, factors_of, linear, terms_of
@@ -33,17 +39,12 @@ from torch_streamkl.program.graph import (
     apply,
     cast,
     const,
-    constant,
     index,
     sum_heads,
 )
 from torch_streamkl.program.graph import KEY as KEYS
 from torch_streamkl.program.graph import ROW as ROWS
-from torch_streamkl.program.identities import exponentials_in
 from torch_streamkl.program.operations import OPERATIONS
-from torch_streamkl.program.shifts import HIDES
-from torch_streamkl.program.steps import is_inside
-from torch_streamkl.program.walks import walk
 from torch_streamkl.rows.trace import Tracer
 
 
@@ -139,13 +140,13 @@ class Steps:
             case "linear":
                 return self._linear(x)
             case "product":
-                return self._times([self.nodes[f] for f in x.args], x.dtype)
+                return multiplied([self.nodes[f] for f in x.args], x.dtype)
             case "nonnegative":
                 return self._nonnegative(x)
             case "log_softmax":
                 return self._log_softmax(x, args[0])
             case "log":
-                return self._log(args[0])
+                return logarithm(args[0], are_exact=self.are_exact)
             case "round" if x.args[0].op == CONTRACT and x.value in OPERATIONS:
                 return apply(x.value, args[0])
             case "round":
@@ -159,19 +160,13 @@ class Steps:
                 return apply("where", args[0], *(cast(a, FLOAT) for a in args[1:]))
             case "isnan" | "isinf":
                 raise NoForm(f"{x.op} of scores", x)
+            case "and" | "or" if not args:
+                return const(float(x.op == "and"), BOOL)
             case "and" | "or" | "logaddexp":
-                return self._folded(x.op, args)
+                return folded(x.op, args)
         if x.op not in OPERATIONS:
             raise NoForm(f"{x.op} of scores", x)
         return apply(x.op, *args)
-
-    def _folded(self, op: str, args: Sequence[Node]) -> Node:
-        if not args:
-            return const(float(op == "and"), BOOL)
-        total = args[0]
-        for a in args[1:]:
-            total = apply(op, total, a)
-        return total
 
     def _dot(self, x: Node) -> Node:
         bare = self.leaves.detached.get(x, x)
@@ -261,7 +256,7 @@ class Steps:
     def _parts(self, x: Node) -> tuple[Node, ...]:
         if not has_products(x):
             return () if self._is_leaf(x) else x.args
-        free = self._added(x) if x.op == "linear" else None
+        free = self._free_terms(x) if x.op == "linear" else None
         kept = [a for a in x.args if has_products(a) or x.op == "product"]
         parts = [f for a in kept for f in factors_of(a)]
         return (*parts, *((free,) if free is not None and free.op != "const" else ()))
@@ -269,7 +264,7 @@ class Steps:
     def _is_leaf(self, x: Node) -> bool:
         return self.leaves.is_whole(x) or _chooses_numbers(x)
 
-    def _added(self, x: Node) -> Node:
+    def _free_terms(self, x: Node) -> Node:
         """What a sum adds to what is made of products."""
         constant, terms = terms_of(x)
         return linear(constant, [(c, t) for c, t in terms if not has_products(t)])
@@ -277,13 +272,13 @@ class Steps:
     def _linear(self, x: Node) -> Node:
         constant, terms = terms_of(x)
         if not has_products(x):
-            return self._total([(c, self.nodes[t]) for c, t in terms], constant, x.dtype)
-        rest = self._added(x)
+            return added([(c, self.nodes[t]) for c, t in terms], constant, x.dtype)
+        rest = self._free_terms(x)
         made = [(c, factors_of(t)) for c, t in terms if has_products(t)]
         total = self._grouped(made)
         if rest.op == "const":
-            return self._total(total, rest.value)
-        return self._total([*total, (1.0, cast(self.nodes[rest], FLOAT))], 0.0)
+            return added(total, rest.value)
+        return added([*total, (1.0, cast(self.nodes[rest], FLOAT))], 0.0)
 
     def _grouped(
         self, terms: Sequence[tuple[float, tuple[Node, ...]]]
@@ -305,8 +300,8 @@ class Steps:
                 inside.append((c, tuple(left)))
             else:
                 others.append((c, factors))
-        difference = self._total(self._grouped(inside), 0.0)
-        return [*self._grouped(others), (1.0, self._times([self.nodes[shared], difference]))]
+        difference = added(self._grouped(inside), 0.0)
+        return [*self._grouped(others), (1.0, multiplied([self.nodes[shared], difference]))]
 
     def _term(self, c: float, factors: Sequence[Node]) -> tuple[float, Node]:
         """A coefficient and a product. The coefficient is one of the values of the row, if there
@@ -314,52 +309,8 @@ class Steps:
         """
         nodes = [self.nodes[f] for f in factors]
         if abs(c) == 1.0 or all(x.by_key for x in nodes):
-            return c, self._times(nodes)
-        return math.copysign(1.0, c), self._times([*nodes, const(abs(c))])
-
-    def _total(
-        self, terms: Sequence[tuple[float, Node]], constant: float, dtype: str = FLOAT
-    ) -> Node:
-        """A sum: what is added first, then what is subtracted. One of integers is exact."""
-        ordered = sorted(terms, key=lambda item: item[0] < 0.0)
-        total: Node | None = None
-        if (not ordered or ordered[0][0] < 0.0) and constant > 0.0:
-            total, constant = const(constant, dtype), 0.0
-        for c, x in ordered:
-            x = cast(x, dtype)
-            if abs(c) != 1.0:
-                x = apply("mul", x, const(abs(c), dtype))
-            if total is None:
-                total = x if c > 0.0 else apply("neg", x)
-            else:
-                total = apply("add" if c > 0.0 else "sub", total, x)
-        if total is None:
-            return const(constant, dtype)
-        if constant:
-            total = apply("add" if constant > 0.0 else "sub", total, const(abs(constant), dtype))
-        return total
-
-    # ------------------------------------------------------------------------ products
-
-    def _times(self, factors: Sequence[Node], dtype: str = FLOAT) -> Node:
-        """A product: per-row values of their own, probabilities first, what may be infinite last.
-
-        The logarithm of a key that is filled with the lowest number is nearly that number: it
-        would be infinite times what is a bit more than 1, where 0 times it is 0.
-        """
-        factors = [cast(f, dtype) for f in factors]
-        of_rows = [f for f in factors if not f.by_key]
-        of_keys = [f for f in factors if f.by_key]
-        of_keys.sort(key=lambda f: (not f.is_finite, f.op != "exp"))
-        total: Node | None = None
-        for group in (of_keys, of_rows):
-            part: Node | None = None
-            for f in group:
-                part = f if part is None else apply("mul", part, f)
-            if part is not None:
-                total = part if total is None else apply("mul", total, part)
-        assert total is not None
-        return total
+            return c, multiplied(nodes)
+        return math.copysign(1.0, c), multiplied([*nodes, const(abs(c))])
 
     # ------------------------------------------------------------------------ logarithms
 
@@ -370,7 +321,7 @@ class Steps:
         log = apply("sub", score, self.tracer.reduce(LOGSUMEXP, score))
         if x not in self.logarithms:
             return log
-        made = self._log(apply("exp", log))
+        made = logarithm(apply("exp", log), are_exact=self.are_exact)
         if self.logarithms[x] and made is not log:
             raise NoForm(
                 "the logarithm of a softmax, which is -inf where that is 0, next to its "
@@ -378,21 +329,6 @@ class Steps:
                 x,
             )
         return made
-
-    def _log(self, x: Node) -> Node:
-        """The logarithm of a probability is what its score gives it, or -inf where it is masked.
-
-        A mask of finite numbers makes probabilities 0 as one of -inf does.
-        """
-        more = _beyond_one(x)
-        log = apply("log", x) if more is None else apply("log1p", more)
-        over, under = exponentials_in(x)
-        for factors, limit in ((over, -math.inf), (under, math.inf)):
-            for factor in factors:
-                if self.are_exact or may_be_masked(factor.args[0]):
-                    is_zero = apply("eq", factor, const(0.0))
-                    log = apply("where", is_zero, const(limit), log)
-        return log
 
     # ------------------------------------------------------------------------ reductions
 
@@ -438,22 +374,6 @@ class Steps:
         return apply("log", sum_heads(body)) if is_log else sum_heads(body)
 
 
-def _beyond_one(x: Node) -> Node | None:
-    """What a sum has next to 1, where small numbers lose their digits; None if it has no 1.
-
-    A small number that is added to 1 - p has its digits where p is 1, and would lose them here.
-    """
-    if x.op not in ("add", "sub"):
-        return None
-    a, b = x.args
-    if x.op == "add" and 1.0 in (constant(a), constant(b)):
-        return a if constant(b) == 1.0 else b
-    if constant(a) == 1.0:
-        return apply("neg", b)
-    more = _beyond_one(a) if constant(b) is None else None
-    return None if more is None else apply(x.op, more, b)
-
-
 def _chooses_numbers(x: Node) -> bool:
     """Whether an expression is a multiple of one of two numbers by a condition, and a number."""
     _, terms = terms_of(x)
@@ -465,13 +385,3 @@ def check_maximum(x: Node) -> None:
     """Raises NoForm if a maximum over the keys has a gradient."""
     if x.args[0].flows:
         raise NoForm("the gradient of a maximum over the keys", x)
-
-
-def may_be_masked(exponent: Node) -> bool:
-    """Returns whether a number, or a tensor of keys, may hide some scores in an exponent."""
-    for node in walk([exponent], is_inside):
-        if node.op == "const" and HIDES <= abs(node.value) < math.inf:
-            return True
-        if node.op == "capture" and node.dtype == FLOAT and node.by_key:
-            return True
-    return False

@@ -1,16 +1,19 @@
-"""Makes the scores of a side as an expression again, from the arguments of a call."""
+"""Makes the arguments of a call from the form of scores, and the scores from the arguments."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 from torch_streamkl.fx_passes.closed_forms.form import (
     Bias,
     Factor,
     Product,
     Side,
+    operands_of,
 )
+from torch_streamkl.fx_passes.closed_forms.score_form import ScoreForm
 from torch_streamkl.program.canonical import (
     choose,
     linear,
@@ -23,6 +26,24 @@ from torch_streamkl.program.functions import (
 )
 from torch_streamkl.program.graph import SUM, Axis, Node, const, index
 from torch_streamkl.program.reductions import contraction, reduced
+
+
+def side_of(
+    form: ScoreForm, key: Axis, averaged: tuple[Axis, ...] = (), num_keys: Node | None = None
+) -> Side:
+    """Returns one side of a call, whose scores have a form."""
+    product = Product(*operands_of(form.product, key), form.product.value, factors=form.factors)
+    cap = form.softcap or 1.0  # what is inside of a tanh is divided by it
+    return Side(
+        product,
+        form.scale * cap,
+        form.softcap,
+        tuple(replace(b, weight=b.weight * cap) for b in form.inner_biases),
+        form.biases,
+        tuple(replace(t, weight=t.weight * cap) for t in form.terms),
+        averaged,
+        num_keys,
+    )
 
 
 def score_of(side: Side, key: Axis) -> Node:

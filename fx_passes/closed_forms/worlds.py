@@ -20,10 +20,11 @@ from dataclasses import dataclass, field, replace
 
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, is_of_products
 from torch_streamkl.fx_passes.closed_forms.masks import meets_some_key
+from torch_streamkl.fx_passes.closed_forms.row_sites import is_elementwise
 from torch_streamkl.fx_passes.closed_forms.score_form import IMPROBABLE, Condition, ScoreForm
 from torch_streamkl.program import operations
 from torch_streamkl.program.canonical import all_of, literals, negation
-from torch_streamkl.program.graph import ANY, BOOL, CONTRACT, Axis, Node
+from torch_streamkl.program.graph import ANY, BOOL, Axis, Node
 from torch_streamkl.program.reductions import assume, opened, remade
 from torch_streamkl.program.walks import has_op, rebuilt_root, walk
 
@@ -192,7 +193,7 @@ def settled(x: Node, world: World) -> Node:
 
 def is_formula(x: Node) -> bool:
     """Returns whether an expression is computed from parts, and is no condition or capture."""
-    return x.dtype != BOOL and x.op not in ("capture", CONTRACT, "reduce", "log_softmax")
+    return x.dtype != BOOL and is_elementwise(x)
 
 
 def value_at(x: Node, world: World) -> float | None:
@@ -243,9 +244,7 @@ def vanishes(x: Node, key: Axis, world: World | None = None) -> bool:
     known = world or World(key)
     for p in (1.0, 0.5, 0.1, 1e-3):
         logs = dict.fromkeys(numbers, math.log(p))
-        found = value_at(
-            x, World(key, known.holds, known.unmet, known.empty, logs, known.is_allowed)
-        )
+        found = value_at(x, replace(known, logs=logs))
         if found is None or abs(found) > 1e-12:
             return False
     return True

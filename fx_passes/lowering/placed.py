@@ -7,11 +7,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
-from torch_streamkl.fx_passes.fx_utils.nodes import example
+from torch_streamkl.fx_passes.fx_utils.nodes import example, tensor_of
 from torch_streamkl.fx_passes.reading.arrays import Dim
 from torch_streamkl.fx_passes.reading.sizes import torch_size
 from torch_streamkl.program.graph import Axis, Size
@@ -52,6 +53,13 @@ class Arranging:
     def inserted_size(self, size: Size | None) -> int | fx.Node:
         assert size is not None
         return self.build.size(torch_size(size), self.tensors)
+
+    @property
+    def device(self) -> torch.device:
+        """Returns the device of the tensors."""
+        for node in self.tensors:
+            return tensor_of(node).device
+        raise Unsupported("a mask without any tensor")
 
     # ------------------------------------------------------------------------- dimensions
 

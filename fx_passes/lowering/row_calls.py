@@ -10,9 +10,9 @@ from torch import fx
 
 from torch_streamkl.bounds import checked_ids
 from torch_streamkl.fx_passes.closed_forms.form import Product, RowValue
+from torch_streamkl.fx_passes.closed_forms.row_form import RowForm
 from torch_streamkl.fx_passes.closed_forms.row_groups import Dim
 from torch_streamkl.fx_passes.closed_forms.row_leaves import Captured
-from torch_streamkl.fx_passes.closed_forms.row_program import RowForm
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import storage_of, tensor_of
@@ -149,5 +149,5 @@ def _result(
 def _around(writer: Writer, values: Mapping[object, fx.Node]) -> Writer:
     """What writes expressions of the rows' values."""
     around = Writer(writer.build, writer.reading, writer.outer, (), values)
-    around.tensors = around.arranging.tensors = writer.tensors
+    around.arranging.tensors = writer.arranging.tensors
     return around

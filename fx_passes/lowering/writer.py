@@ -7,7 +7,7 @@ for. Sums over keys of scores are not written: operators compute them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch_streamkl.fx_passes.closed_forms.row_sites import is_score_sized, prod
 from torch_streamkl.fx_passes.fx_utils.builder import Builder
 from torch_streamkl.fx_passes.fx_utils.errors import Unsupported
 from torch_streamkl.fx_passes.fx_utils.nodes import example, is_tensor, tensor_of
+from torch_streamkl.fx_passes.lowering.arithmetic import Arithmetic
 from torch_streamkl.fx_passes.lowering.captured import Captures
 from torch_streamkl.fx_passes.lowering.inputs import axes_of, inputs_of, is_log1p
 from torch_streamkl.fx_passes.lowering.live import LiveTensors
@@ -34,7 +35,6 @@ from torch_streamkl.fx_passes.reading.positions import (
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.program.graph import (
     ANY,
-    BOOL,
     CONTRACT,
     FLOAT,
     INT,
@@ -56,8 +56,8 @@ COMPUTED = (CONTRACT, "log_softmax")  # what operators compute, and user's code 
 class Writer:
     """Inserts the tensors that expressions are.
 
-    ``values`` has results of operators by the names of their sources. ``tensors`` are nodes of
-    the user's graph in which symbolic sizes are looked for.
+    ``values`` has results of operators by the names of their sources. Symbolic sizes are looked
+    for in the user's tensors that ``exprs`` read.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class Writer:
     ) -> None:
         self.build, self.reading, self.outer = build, reading, outer
         self.values: dict[object, fx.Node] = dict(values or {})
-        self.tensors = self.tensors_of(*exprs)
-        self.arranging = Arranging(build, self.tensors)
+        self.arranging = Arranging(build, self.tensors_of(*exprs))
+        self.arithmetic = Arithmetic(self.arranging, self.values)
         self.captures = Captures(self.arranging, reading.sizes, outer)
         self.live = LiveTensors(reading, outer, build.before, self.tensors_of)
         self.rows = SelectedRows(build, reading, outer, self.tensors_of)
@@ -104,7 +104,7 @@ class Writer:
         if key not in self._tensors:
             placed = self.value(x, least)
             if placed.is_number:
-                placed = Placed(self._scalar(placed.node, x.dtype))
+                placed = Placed(self.arithmetic.scalar(placed.node, x.dtype))
             self._tensors[key] = self.arranging.arranged(placed, dims, expand, partly)
         return self._tensors[key]
 
@@ -161,7 +161,7 @@ class Writer:
     def _written(
         self, x: Node, args: Sequence[Placed], least: torch.dtype | None, *, is_root: bool
     ) -> Placed:
-        args = self._in_wide(x, args)
+        args = self.arithmetic.in_wide(x, args)
         match x.op:
             case "const":
                 is_int = x.dtype == INT and abs(x.value) < 2.0**63
@@ -171,34 +171,35 @@ class Writer:
             case "index":
                 stop = self.arranging.inserted_size(x.value.size)
                 return Placed(
-                    self.build.call(torch.arange, stop, device=self.device), ((x.value,),)
+                    self.build.call(torch.arange, stop, device=self.arranging.device),
+                    ((x.value,),),
                 )
             case "capture":
                 return self._captured(x, least, is_root=is_root)
             case "linear":
-                return self._sum(x.value[0], zip(x.value[1], args, strict=True), x.dtype)
+                return self.arithmetic.sum(x.value[0], zip(x.value[1], args, strict=True), x.dtype)
             case "product":
                 return self._product(x, args, least)
             case "and" | "or":
                 if not args:
                     return Placed(x.op == "and")
                 call = torch.logical_and if x.op == "and" else torch.logical_or
-                return self._folded(call, args)
+                return self.arithmetic.folded(call, args)
             case "nonnegative":
-                return self._not_negative(x.args[0], args)
+                return self.arithmetic.not_negative(x.args[0], args)
             case "where":
-                return self._pointwise(torch.where, args)
+                return self.arithmetic.pointwise(torch.where, args)
             case "pow":
-                return self._joined(torch.pow, args[0], Placed(x.value))
+                return self.arithmetic.joined(torch.pow, args[0], Placed(x.value))
             case "logaddexp":
-                args = [Placed(self._scalar(a.node, FLOAT)) if a.is_number else a for a in args]
-                return self._folded(torch.logaddexp, args)
+                args = self.arithmetic.as_tensors(args, FLOAT)
+                return self.arithmetic.folded(torch.logaddexp, args)
             case "log" if is_log1p(x):
-                return self._pointwise(torch.log1p, [self._beyond_one(x, args)])
+                return self.arithmetic.pointwise(torch.log1p, [self._beyond_one(x, args)])
             case "norm":
-                return self._norm(args[0])
+                return self.arithmetic.norm(args[0])
             case "round":
-                return self._rounded(args[0], getattr(torch, x.value))
+                return self.arithmetic.rounded(args[0], getattr(torch, x.value))
             case "float":
                 return args[0]
             case "log_softmax":
@@ -207,91 +208,13 @@ class Writer:
                 return self._reduced(x.kind, axes_of(x), args[0])
         if x.op in FUNCTIONS:
             if all(a.is_number for a in args) and FUNCTIONS[x.op] in OF_NUMBERS:
-                return Placed(self._of_numbers(FUNCTIONS[x.op], *(a.node for a in args)))
+                return Placed(self.arithmetic.of_numbers(FUNCTIONS[x.op], *(a.node for a in args)))
             if x.op in ("minimum", "maximum", "clamp_min", "clamp_max"):  # take no number first
-                args = [Placed(self._scalar(a.node, x.dtype)) if a.is_number else a for a in args]
+                args = self.arithmetic.as_tensors(args, x.dtype)
             elif args[0].is_number and x.op in TURNED:
-                return self._pointwise(TURNED[x.op], args[::-1])
-            return self._pointwise(FUNCTIONS[x.op], args)
+                return self.arithmetic.pointwise(TURNED[x.op], args[::-1])
+            return self.arithmetic.pointwise(FUNCTIONS[x.op], args)
         raise Unsupported(f"{x.op} of a value of rows, inside of an operation")
-
-    @property
-    def device(self) -> torch.device:
-        """Returns the device of the tensors."""
-        for node in self.tensors:
-            return tensor_of(node).device
-        raise Unsupported("a mask without any tensor")
-
-    def _scalar(self, number: Any, dtype: str) -> fx.Node:
-        """A number as a tensor of at least 32 bits, as arithmetic on narrower types has.
-
-        AOTAutograd makes tensors of symbolic floats where they meet a tensor in arithmetic.
-        Anywhere else, as in `torch.full`, it makes them constants: a compilation for each value.
-        """
-        kind = {BOOL: torch.bool, INT: torch.int64}.get(dtype, self._wide)
-        if not isinstance(number, fx.Node):
-            return self.build.call(torch.full, (), number, dtype=kind, device=self.device)
-        one = self.build.call(torch.ones, (), dtype=kind, device=self.device)
-        return self.build.call(torch.mul, one, number)
-
-    @property
-    def _wide(self) -> torch.dtype:
-        """The type of numbers that are made of integers: at least that of the user's tensors."""
-        given = (*self.tensors, *self.values.values())
-        types = {getattr(example(n), "dtype", None) for n in given}
-        return torch.float64 if torch.float64 in types else torch.float32
-
-    def _in_wide(self, x: Node, args: Sequence[Placed]) -> Sequence[Placed]:
-        """The arguments of an operation, with integers as floating-point numbers where it has no
-        others: torch would compute in the default type, which may be narrow. Arithmetic of
-        integers is that of int64: expressions are exact, narrow types wrap around.
-        """
-        given = [a for a in args if not a.is_number]
-        if x.dtype == INT or x.op == "nonnegative":
-            return [self._exact(a) for a in args]
-        if x.dtype != FLOAT or not given or any(a.value.is_floating_point() for a in given):
-            return args
-        first = args[: 1 if x.op == "where" else 0]  # the condition
-        return [*first, *(self._floating(a) for a in args[len(first) :])]
-
-    def _exact(self, a: Placed) -> Placed:
-        if a.is_number or a.value.dtype in (torch.bool, torch.int64):
-            return a
-        is_narrow = not a.value.is_floating_point()
-        return Placed(self.build.method("long", a.node), a.dims) if is_narrow else a
-
-    def _floating(self, a: Placed) -> Placed:
-        if a.is_number:
-            return Placed(self._scalar(a.node, FLOAT))
-        return Placed(self.build.method("to", a.node, self._wide), a.dims)
-
-    def _pointwise(self, call: Callable[..., Any], args: Sequence[Placed]) -> Placed:
-        given, dims = self.arranging.aligned(*args)
-        if all(a.is_number for a in args):  # of sizes: torch's functions take no numbers alone
-            given = [self._scalar(given[0], FLOAT), *given[1:]]
-        return Placed(self.build.call(call, *given), dims)
-
-    def _of_numbers(self, call: Callable[..., Any], *numbers: Any) -> Any:
-        call = OF_NUMBERS.get(call, call)
-        if any(isinstance(n, fx.Node) for n in numbers):
-            return self.build.call(call, *numbers)
-        return call(*numbers)
-
-    def _folded(self, call: Callable[..., Any], args: Sequence[Placed]) -> Placed:
-        """An operation that joins its arguments: numbers first, then the narrower tensors."""
-        numbers = [a for a in args if a.is_number]
-        tensors = sorted((a for a in args if not a.is_number), key=lambda a: len(a.axes))
-        total: Placed | None = None
-        for a in numbers:
-            both = None if total is None else self._of_numbers(call, total.node, a.node)
-            total = a if total is None else Placed(both)
-        for a in reversed(tensors) if len(tensors) < 3 else tensors:
-            total = a if total is None else self._pointwise_ordered(call, total, a)
-        assert total is not None
-        return total
-
-    def _pointwise_ordered(self, call: Callable[..., Any], a: Placed, b: Placed) -> Placed:
-        return self._pointwise(call, [b, a] if a.is_number else [a, b])
 
     def _product(self, x: Node, args: Sequence[Placed], least: torch.dtype | None) -> Placed:
         """A product; one with a logarithm is 0 where its other factors are, as in `kl_div`."""
@@ -300,79 +223,17 @@ class Writer:
         inside = [self._made.get((y, least)) for y in inputs_of(log)] if log is not None else []
         given = [a for a in inside if a is not None and not a.is_number]
         if log is None or len(given) < len(inside):
-            return self._folded(torch.mul, args)
-        rest = self._folded(torch.mul, [a for i, a in enumerate(args) if i != logs[0]])
+            return self.arithmetic.folded(torch.mul, args)
+        rest = self.arithmetic.folded(torch.mul, [a for i, a in enumerate(args) if i != logs[0]])
         if is_log1p(log):
-            return self._pointwise(torch.special.xlog1py, [rest, self._beyond_one(log, given)])
-        return self._pointwise(torch.xlogy, [rest, *given])
+            return self.arithmetic.pointwise(
+                torch.special.xlog1py, [rest, self._beyond_one(log, given)]
+            )
+        return self.arithmetic.pointwise(torch.xlogy, [rest, *given])
 
     def _beyond_one(self, log: Node, args: Sequence[Placed]) -> Placed:
         """What a logarithm is of next to 1, where small numbers lose their digits."""
-        return self._sum(0.0, zip(log.args[0].value[1], args, strict=True), FLOAT)
-
-    def _not_negative(self, x: Node, args: Sequence[Placed]) -> Placed:
-        """Whether a sum of integers is at least 0, as a comparison of two sums.
-
-        A difference of captured tensors, or of one and a number, may wrap around.
-        """
-        if x.op != "linear":
-            return self._pointwise(torch.ge, [*args, Placed(0)])
-        constant, coefficients = x.value
-        sides: tuple[list[tuple[float, Placed]], ...] = [], []
-        has_tensors = [False, False]
-        for c, a, y in zip(coefficients, args, x.args, strict=True):
-            sides[c < 0.0].append((abs(c), a))
-            has_tensors[c < 0.0] |= has_op(y, "capture")
-        is_left = not sides[0] or (bool(sides[1]) and not has_tensors[0])
-        numbers = (constant, 0.0) if is_left else (0.0, -constant)
-        left, right = map(self._sum, numbers, sides, (INT, INT))
-        call, pair = (torch.le, [right, left]) if left.is_number else (torch.ge, [left, right])
-        return self._pointwise(call, pair)
-
-    def _sum(self, constant: float, terms: Iterable[tuple[float, Placed]], dtype: str) -> Placed:
-        """A number and multiples of others, positive ones first."""
-        is_int = dtype == INT
-        pairs = sorted(terms, key=lambda p: p[0] < 0.0)
-        total: Placed | None = None
-        for c, a in pairs:
-            factor = c if total is None else abs(c)
-            term = a if factor == 1 else self._scaled(a, int(factor) if is_int else factor)
-            if total is None:
-                total = term
-            else:
-                total = self._joined(torch.add if c > 0 else torch.sub, total, term)
-        number = int(constant) if is_int else constant
-        if total is None:
-            return Placed(number)
-        if constant:
-            total = self._joined(torch.add, total, Placed(number))
-        return total
-
-    def _scaled(self, a: Placed, c: Any) -> Placed:
-        if isinstance(c, float) and not a.is_number and not a.value.is_floating_point():
-            a = self._floating(a)
-        return self._joined(torch.mul, a, Placed(c))
-
-    def _joined(self, call: Callable[..., Any], a: Placed, b: Placed) -> Placed:
-        if a.is_number and b.is_number:
-            return Placed(self._of_numbers(call, a.node, b.node))
-        if a.is_number and call is torch.sub:  # torch.sub takes no number first
-            return self._pointwise(torch.rsub, [b, a])
-        return self._pointwise_ordered(call, a, b)
-
-    def _norm(self, x: Placed) -> Placed:
-        """The square root of a sum of squares, whose gradient at 0 is 0."""
-        is_zero = self.build.call(torch.eq, x.node, 0)
-        positive = self.build.method("masked_fill", x.node, is_zero, 1.0)
-        root = self.build.call(torch.sqrt, positive)
-        return Placed(self.build.method("masked_fill", root, is_zero, 0.0), x.dims)
-
-    def _rounded(self, x: Placed, dtype: torch.dtype) -> Placed:
-        value = x.value
-        if not isinstance(value, Tensor) or value.dtype == dtype:
-            return x
-        narrow = self.build.method("to", x.node, dtype)
-        return Placed(self.build.method("to", narrow, value.dtype), x.dims)
+        return self.arithmetic.sum(0.0, zip(log.args[0].value[1], args, strict=True), FLOAT)
 
     def _reduced(self, kind: str, axes: Sequence[Axis], x: Placed) -> Placed:
         over = [a for a in axes if a in x.axes]
@@ -390,7 +251,7 @@ class Writer:
             x = Placed(self.build.method(method, x.node, *at), dims)
         for a in axes:
             if a not in over:
-                x = self._scaled(x, self.arranging.inserted_size(a.size))
+                x = self.arithmetic.scaled(x, self.arranging.inserted_size(a.size))
         return x
 
     def _log_softmax(self, axis: Axis, x: Placed) -> Placed:

@@ -214,7 +214,7 @@ class RemainingAttention:
             keep = writer.tensor(all_of(*form.mask), found.axes.scores, partly=PARTLY)
             # the lowest number, not -inf: a row without keys stays uniform, as in the user's code
             low = -math.inf if form.fill == -math.inf else torch.finfo(dtype).min
-            zero = build.call(torch.zeros, (), dtype=dtype, device=writer.device)
+            zero = build.call(torch.zeros, (), dtype=dtype, device=writer.arranging.device)
             total = build.call(torch.where, keep, zero, low)
         bias = tensors.bias(form.biases, dtype)
         if bias is not None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch_streamkl.fx_passes.closed_forms.chosen import FEW_IDS
 from torch_streamkl.fx_passes.closed_forms.form import LINEAR, ClosedForm, Product
-from torch_streamkl.fx_passes.closed_forms.row_program import RowForm
+from torch_streamkl.fx_passes.closed_forms.row_form import RowForm
 from torch_streamkl.fx_passes.fx_utils.sizes import bytes_text, hint_of
 from torch_streamkl.fx_passes.reading.sizes import torch_size
 from torch_streamkl.program.graph import Axis, Size, num_positions

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from torch_streamkl.fx_passes.closed_forms.row_program import RowForm
+from torch_streamkl.fx_passes.closed_forms.row_form import RowForm
 from torch_streamkl.fx_passes.closed_forms.row_sites import products_in
 from torch_streamkl.fx_passes.fx_utils.mutation import RECORDS, autograd_modes
 from torch_streamkl.fx_passes.planning.row_eager import has_labels

@@ -28,8 +28,6 @@ from torch import Tensor, fx
 from torch_streamkl.bounds import ignored_label
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.fx_utils.mutation import (
-    RECORDS,
-    autograd_modes,
     under_no_grad,
     written_by,
     written_storages,
@@ -39,10 +37,8 @@ from torch_streamkl.fx_passes.fx_utils.nodes import (
     example,
     memory_of,
     name_of,
-    reached,
     storage_of,
     tensor_of,
-    tensors_read,
 )
 from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.fx_utils.shape_reads import is_of_a_shape
@@ -51,7 +47,7 @@ from torch_streamkl.fx_passes.fx_utils.torch_names import FakeTensor
 from torch_streamkl.fx_passes.reading import arrays, types
 from torch_streamkl.fx_passes.reading.arrays import Array, NoView
 from torch_streamkl.fx_passes.reading.constants import Constants
-from torch_streamkl.fx_passes.reading.gradients import Trained, trained
+from torch_streamkl.fx_passes.reading.gradients import Trained, recorded_gradients, trained
 from torch_streamkl.fx_passes.reading.numbering import Numbering
 from torch_streamkl.fx_passes.reading.positions import MaskedRows, key_of
 from torch_streamkl.fx_passes.reading.registry import RULES, Call, NoRule, Result, truth_of
@@ -183,40 +179,6 @@ def read_trace(trace: Trace) -> Reading:
     return read(trace.graph, records, written_storages(source.graph), unrecorded, made_as)
 
 
-def recorded_gradients(trace: Trace) -> dict[fx.Node, bool]:
-    """Returns whether Dynamo recorded a gradient of each node of a trace.
-
-    Its record of a user's operation is that of the result: the nodes inside of one have gradient
-    where an input has.
-    """
-    source = next(iter(trace.origin.values()), None)
-    unrecorded = under_no_grad(source.graph) if source is not None else set()
-    found: dict[fx.Node, bool] = {}
-    modes = autograd_modes(trace.graph.nodes)
-    for node in trace.graph.nodes:
-        user = node_of(trace, node)
-        value = example(user) if user is not None else None
-        is_on = user not in unrecorded or (user is not None and name_of(user) == "requires_grad_")
-        if node in trace.outer or node.op != "call_function":
-            flows = isinstance(value, Tensor) and value.requires_grad
-        else:  # also of a user's operation that returns nothing, such as setitem
-            is_cut = modes[node] != RECORDS or name_of(node) in ("detach", "detach_")
-            may = not isinstance(value, Tensor) or value.requires_grad
-            flows = may and not is_cut and any(found[a] for a in _given_by(node))
-        # a write that autograd does not see leaves a tensor its gradient
-        found[node] = (is_on and flows) or any(found[x] for x in written_by(node))
-    return found
-
-
-def _given_by(node: fx.Node) -> list[fx.Node]:
-    """The inputs that a result may have its gradient from: of broadcast tensors, its own."""
-    source = node.args[0] if node.target is operator.getitem else None
-    if isinstance(source, fx.Node) and source.target is torch.ops.aten.broadcast_tensors.default:
-        tensors: Any = source.args[0]
-        return [tensors[node.args[1]]]
-    return node.all_input_nodes
-
-
 class Reader:
     """Reads one graph, node by node."""
 
@@ -325,27 +287,6 @@ class Reader:
         source = Source(name, self.writes.version(node), flows)
         at = [arrays.position(d) for d in dims]
         return Array(capture(source, dtype, at=at, bounds=bounds), dims, self.sizes)
-
-    def is_type_of_products(self, node: fx.Node, dtype: torch.dtype) -> bool:
-        """Returns whether all products that a node is made of have a type, or their operands.
-
-        A cast back to it, as in ``softmax(scores, dtype=torch.float32).to(q.dtype)``, rounds no
-        more than the scores or inputs were rounded: an operator that keeps float32 is as exact.
-        """
-        if dtype.itemsize == 1:
-            return False
-
-        def made_of(n: fx.Node) -> list[fx.Node]:
-            reads = self.reading.reads_products
-            return [] if name_of(n) in MATMULS else [a for a in n.all_input_nodes if a in reads]
-
-        for n in reached([node], made_of):
-            if name_of(n) not in MATMULS:
-                continue
-            made = self.made_as.get(n, n.meta["val"].dtype)
-            if made != dtype and any(x.dtype != dtype for x in tensors_read(n)):
-                return False
-        return True
 
     def has_gradient(self, node: fx.Node) -> bool:
         """Returns whether a tensor has a gradient at this time: a write may have given it one."""

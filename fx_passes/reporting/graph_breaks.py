@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import fx
 
 from torch_streamkl.fx_passes.capture.settings import HAS_NESTED_GRAPH_BREAKS
@@ -157,6 +158,14 @@ _ANY_BREAK = (
     + "torch._dynamo.config.nested_graph_breaks = True, keeps the caller's graph whole"
 )
 
+_SEVERAL_PROCESSES = (
+    ". On several ranks, fully_shard breaks the graph at every module that it is applied to: "
+    "compile torch_streamkl.distributed.trace_fully_shard(model), or apply it to the outermost "
+    "module alone. For a loss on logits it is enough that both bodies run before both LM heads, "
+    "and that the heads have no fully_shard call of their own. If a note says that the graphs of "
+    "DistributedDataParallel are split first, set torch._dynamo.config.optimize_ddp = False"
+)
+
 
 def hints_about_breaks(reason: str) -> Iterator[str]:
     """Yields what to do about the graph break that a reason names, or about all that there were.
@@ -176,3 +185,9 @@ def hints_about_breaks(reason: str) -> Iterator[str]:
     if breaks:
         yield from (text for pattern, text in _BREAKS if re.search(pattern, breaks))
         yield _ANY_BREAK
+
+
+def hint_for_several_processes() -> str:
+    """Says how graphs stay whole on several ranks, if there are any; empty on one."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return _SEVERAL_PROCESSES * distributed

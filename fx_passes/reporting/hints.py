@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-import torch
-
-from torch_streamkl.fx_passes.reporting.graph_breaks import hints_about_breaks
+from torch_streamkl.fx_passes.reporting.graph_breaks import (
+    hint_for_several_processes,
+    hints_about_breaks,
+)
 from torch_streamkl.fx_passes.reporting.operations import (
     SPELLINGS,
     as_pattern,
@@ -22,13 +23,6 @@ FORCE_SIZE = 'Force with {"streamkl.min_mib": 0}'
 FORCE_CHECK = 'Force with {"streamkl.verify": "always"}'
 ROW_PROGRAM = "torch_streamkl.row_program"
 _OUTSIDE = "inputs of the compiled function|not made from scores in this graph|not made in this"
-_SEVERAL_PROCESSES = (
-    ". On several ranks, fully_shard breaks the graph at every module that it is applied to: "
-    "compile torch_streamkl.distributed.trace_fully_shard(model), or apply it to the outermost "
-    "module alone. For a loss on logits it is enough that both bodies run before both LM heads, "
-    "and that the heads have no fully_shard call of their own. If a note says that the graphs of "
-    "DistributedDataParallel are split first, set torch._dynamo.config.optimize_ddp = False"
-)
 _YOUR_OWN = (
     f"{ROW_PROGRAM} computes sums over keys of your own functions (docs/guide/row-programs.md)"
 )
@@ -449,5 +443,4 @@ def hint_for(reason: str) -> str:
     is_outside = bool(re.search(f"{_OUTSIDE}|graph break", reason))
     if is_outside or "leaves the graph" in reason:
         hint = "; ".join([hint, *hints_about_breaks(reason)])
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return hint + _SEVERAL_PROCESSES * (distributed and is_outside)
+    return hint + hint_for_several_processes() * is_outside

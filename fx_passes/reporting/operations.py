@@ -6,7 +6,6 @@ another spelling that is read.
 
 from __future__ import annotations
 
-import functools
 import re
 
 import torch
@@ -15,7 +14,7 @@ from torch import fx
 from torch_streamkl.fx_passes.capture.retrace import Trace, node_of
 from torch_streamkl.fx_passes.fx_utils.nodes import ancestors, name_of
 from torch_streamkl.fx_passes.fx_utils.op_names import LOG_SOFTMAXES, SOFTMAXES
-from torch_streamkl.fx_passes.reading.registry import RULES
+from torch_streamkl.fx_passes.reading.registry import names_of_rules
 from torch_streamkl.fx_passes.reading.rules import MODULES
 from torch_streamkl.rows.functions import OPERATION_NAMES
 
@@ -67,7 +66,7 @@ def why_not(name: str) -> str:
         return _OTHER.format(SPELLINGS[name])
     if name in OPERATION_NAMES:
         return OF_PROGRAMS
-    return OF_THIS if name in names_that_are_read() else OF_NOBODY
+    return OF_THIS if _is_read(name) else OF_NOBODY
 
 
 def is_unread(node: fx.Node) -> bool:
@@ -76,7 +75,7 @@ def is_unread(node: fx.Node) -> bool:
     if name in ("min", "max"):
         return isinstance((*node.args, None)[1], fx.Node)
     of_functional = name not in _ELSEWHERE and hasattr(torch.nn.functional, name)
-    return name in SPELLINGS or (of_functional and name not in names_that_are_read())
+    return name in SPELLINGS or (of_functional and not _is_read(name))
 
 
 def as_pattern(names: object) -> str:
@@ -84,12 +83,10 @@ def as_pattern(names: object) -> str:
     return f"^(?:{'|'.join(sorted(names))}) of "  # type: ignore[call-overload]
 
 
-@functools.cache
-def names_that_are_read() -> frozenset[str]:
-    """Returns the names of the operations that have a rule."""
+def _is_read(name: str) -> bool:
+    """Whether an operation has a rule."""
     assert MODULES  # which register them
-    schemas = (getattr(target, "_schema", None) for target in RULES)
-    return frozenset(x.name.removeprefix("aten::") for x in schemas if x is not None)
+    return name.strip("_") in names_of_rules()
 
 
 def in_users_terms(reason: str, node: fx.Node, trace: Trace) -> str:

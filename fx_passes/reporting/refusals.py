@@ -27,6 +27,7 @@ from torch_streamkl.fx_passes.closed_forms.heads import (
 from torch_streamkl.fx_passes.closed_forms.limits import SCALED
 from torch_streamkl.fx_passes.closed_forms.match import match
 from torch_streamkl.fx_passes.closed_forms.repeated_ids import SINGLE_ENTRIES
+from torch_streamkl.fx_passes.closed_forms.row_opening import SOME_KEYS
 from torch_streamkl.fx_passes.closed_forms.rows import keys_first, sites, sums_over_keys
 from torch_streamkl.fx_passes.closed_forms.score_form import OF_ANOTHER_PRODUCT
 from torch_streamkl.fx_passes.fx_utils.nodes import (
@@ -52,7 +53,6 @@ DROPOUT = "dropout changes the probabilities after the softmax"
 PROBABILITIES = "attention or vocabulary probabilities"
 OTHER_SIZES = "two distributions whose sizes are not known to be equal are combined"
 OF_BLOCKS = "sums over blocks of them are per-row values and blocks, of row programs alone"
-SOME_KEYS = "only some of the keys are used after the softmax"
 PADDED = "probabilities are padded with other values"
 MASKED_ENTRIES = "a mask selects single entries of each row"
 SCATTERED = "chosen probabilities are scattered to the keys"

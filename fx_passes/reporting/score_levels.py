@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum
 
 from torch import fx
@@ -12,7 +13,7 @@ from torch_streamkl.fx_passes.reading.positions import source_name
 from torch_streamkl.fx_passes.reading.reader import Reading
 from torch_streamkl.fx_passes.reading.types import is_of_positions
 from torch_streamkl.program.graph import CONTRACT, LOGSUMEXP, Axis, Node
-from torch_streamkl.program.walks import walk
+from torch_streamkl.program.walks import fold, walk
 
 Pair = tuple[frozenset[Axis], frozenset[Axis]]  # axes that one operand of a product has alone
 
@@ -26,26 +27,33 @@ class Level(Enum):
     PROBABILITIES = 3  # the same after a softmax
 
 
+@dataclass(frozen=True)
+class _Found:
+    """Holds what an expression is made of."""
+
+    pairs: frozenset[Pair]  # of products, along whose axes it varies
+    has_product: bool
+    is_after_softmax: bool
+
+
 class ScoreLevels:
     """Finds the levels of nodes; each expression is looked at once."""
 
     def __init__(self, reading: Reading) -> None:
         self.reading = reading
-        self._pairs: dict[Node, frozenset[Pair]] = {}
-        self._has_product: dict[Node, bool] = {}
-        self._is_after_softmax: dict[Node, bool] = {}
+        self._found: dict[Node, _Found] = {}
 
     def of(self, node: object) -> Level:
         """Returns the level of a node of the trace."""
         x = self.reading.expression(node)
         if x is None:
             return Level.OTHER
-        self._visit(x)
-        if not self._has_product[x]:
+        found = fold(x, self._found, self._of)
+        if not found.has_product:
             return Level.OTHER
-        if not self._pairs[x]:
+        if not found.pairs:
             return Level.ROWS
-        return Level.PROBABILITIES if self._is_after_softmax[x] else Level.SCORES
+        return Level.PROBABILITIES if found.is_after_softmax else Level.SCORES
 
     def has_product(self, node: fx.Node) -> bool:
         """Returns whether a node is computed from a product, in a way that is read."""
@@ -86,20 +94,18 @@ class ScoreLevels:
             return []
         return [y for y in walk([x]) if y.op == CONTRACT]
 
-    def _visit(self, x: Node) -> None:
-        for y in walk([x], lambda y: y not in self._pairs):
-            if y not in self._pairs:
-                self._pairs[y] = self._pairs_of(y)
-                self._has_product[y] = y.op == CONTRACT or any(map(self._has_product.get, y.args))
-                is_softmax = y.op == "log_softmax" or y.kind == LOGSUMEXP
-                after = any(map(self._is_after_softmax.get, y.args))
-                self._is_after_softmax[y] = is_softmax or after
-
-    def _pairs_of(self, x: Node) -> frozenset[Pair]:
+    def _of(self, x: Node) -> _Found:
+        inside = [self._found[a] for a in x.args]
+        pairs: Iterable[Pair] = (pair for part in inside for pair in part.pairs)
         if x.op == CONTRACT:
             a, b = (y.axes - set(x.value) for y in x.args)
-            return _free([(a - b, b - a)], x)
-        return _free((pair for a in x.args for pair in self._pairs[a]), x)
+            pairs = [(a - b, b - a)]
+        is_softmax = x.op == "log_softmax" or x.kind == LOGSUMEXP
+        return _Found(
+            _free(pairs, x),
+            x.op == CONTRACT or any(part.has_product for part in inside),
+            is_softmax or any(part.is_after_softmax for part in inside),
+        )
 
 
 def _is_chosen(product: Node) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +34,7 @@ from torch_streamkl.fx_passes.reporting.large_tensors import (
     readers_text,
     unread_nodes,
 )
+from torch_streamkl.fx_passes.reporting.node_sets import those_after, union
 from torch_streamkl.fx_passes.reporting.refusals import Refusals
 from torch_streamkl.fx_passes.reporting.report import Remaining
 from torch_streamkl.fx_passes.reporting.score_levels import Level, ScoreLevels
@@ -113,7 +112,7 @@ class _Families:
         self.groups: list[int] = []  # scores that meet before their keys are summed
         self.projections = 0  # products that are no larger than what they are computed from
         for node in trace.graph.nodes:
-            behind = _union(self.behind.get(a, 0) for a in node.all_input_nodes)
+            behind = union(self.behind.get(a, 0) for a in node.all_input_nodes)
             if not behind and is_origin(node, levels):
                 operands = scores_of(node, levels.reading)
                 if operands in by_operands:
@@ -130,7 +129,7 @@ class _Families:
             meet = self.is_as_large(node, behind) and behind & (behind - 1)
             if meet and levels.of(node) is not Level.ROWS:
                 joined = [g for g in self.groups if g & behind]
-                self.groups = [g for g in self.groups if not g & behind] + [_union(joined)]
+                self.groups = [g for g in self.groups if not g & behind] + [union(joined)]
 
     def is_as_large(self, node: fx.Node, behind: int) -> bool:
         return any(size == num_elements(node) for bit, size in self.sizes.items() if bit & behind)
@@ -141,8 +140,8 @@ class _Families:
         return any(self.is_as_large(x, self.behind.get(x, 0)) for x in read)
 
     def of_sites(self, sites: Iterable[fx.Node]) -> int:
-        chosen = _union(self.behind.get(node, 0) for node in sites)
-        return _union(g for g in self.groups if g & chosen)
+        chosen = union(self.behind.get(node, 0) for node in sites)
+        return union(g for g in self.groups if g & chosen)
 
 
 def is_origin(node: fx.Node, levels: ScoreLevels) -> bool:
@@ -181,10 +180,6 @@ def _is_projection(node: fx.Node) -> bool:
     return isinstance(made, int) and any(isinstance(n, int) and made < 2 * n for n in read)
 
 
-def _union(masks: Iterable[int]) -> int:
-    return functools.reduce(operator.or_, masks, 0)
-
-
 # ------------------------------------------------------------------------ removed
 
 
@@ -208,10 +203,10 @@ def savings_of(removed: Mapping[fx.Node, fx.Node], losses: Sequence[fx.Node]) ->
     found = [Saving() for _ in losses]
     if not losses:  # what was removed are writes whose results nobody reads
         return found
-    made_of = [{loss, *ancestors(loss)} for loss in losses]
     sharing: list[set[int]] = [{i} for i in range(len(losses))]
+    after = those_after(losses[0].graph, {loss: 1 << i for i, loss in enumerate(losses)})
     for node, inner in removed.items():
-        owners = [i for i, nodes in enumerate(made_of) if inner in nodes] or [*range(len(losses))]
+        owners = [i for i in range(len(losses)) if after[inner] >> i & 1] or [*range(len(losses))]
         share, rest = divmod(num_bytes(node), len(owners))
         for i in owners:
             found[i].num_bytes += share + (rest if i == owners[0] else 0)

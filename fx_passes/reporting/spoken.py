@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch_streamkl.fx_passes.closed_forms.formulas import value_at
 from torch_streamkl.program.divergences import DIVERGENCES, NAMES_IN_TEXT, Functional
 from torch_streamkl.program.graph import Node
+from torch_streamkl.program.walks import walk
 
 _POINTS = ((0.3, 0.2), (0.05, 0.6), (0.7, 0.01), (0.2, 0.2), (0.9, 0.5), (1e-3, 0.4))
 _CLOSE = 1e-9
@@ -26,7 +27,7 @@ def spoken(functional: Functional) -> str:
     expr = functional.expr
     try:
         values = [value_at(expr, *map(math.log, point)) for point in _POINTS]
-        constants = list(_constants(expr))
+        constants = [x.value for x in walk([expr]) if x.op == "const"]
         has_eps = any(0.0 < c < _LARGEST_EPS for c in constants)
         for close in (_CLOSE,) if has_eps else (_CLOSE, _CLOSE_IN_FLOAT32):
             for name, formula in _formulas(constants):
@@ -48,8 +49,7 @@ def is_swapped(functional: Functional) -> bool:
 
 def has_log_of_log(e: Node) -> bool:
     """Whether it is NaN everywhere: the logarithm of a log-probability, which is negative."""
-    is_of_log = e.op == "log" and e.args[0].op in ("logP", "logS")
-    return is_of_log or any(map(has_log_of_log, e.args))
+    return any(x.op == "log" and x.args[0].op in ("logP", "logS") for x in walk([e]))
 
 
 def has_exp_of_probability(functional: Functional) -> bool:
@@ -90,13 +90,6 @@ def _by_form(functional: Functional) -> str:
             clamps = [f"{side} clamped at {least:.3g}" for side, least in used.items()]
             return ", ".join([name, *clamps])
     return ""
-
-
-def _constants(e: Node) -> Iterator[float]:
-    if e.op == "const":
-        yield e.value
-    for a in e.args:
-        yield from _constants(a)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +26,7 @@ from torch_streamkl.fx_passes.lowering.writer import INSIDE
 from torch_streamkl.fx_passes.reading.reader import TOO_LARGE, Reading
 from torch_streamkl.fx_passes.reporting import data_parallel
 from torch_streamkl.fx_passes.reporting.hints import ADVICE, advice_for, hint_for
+from torch_streamkl.fx_passes.reporting.node_sets import those_after, those_before, union
 from torch_streamkl.fx_passes.reporting.operations import in_users_terms
 from torch_streamkl.fx_passes.reporting.places import is_shared_by_hand, place_of, with_place
 from torch_streamkl.fx_passes.reporting.reasons import NO_OPERATOR, UNSUMMED, reason_of
@@ -196,24 +195,18 @@ Found = tuple[str, fx.Node] | None  # a reason, and the node that it is of
 class _OfPrograms:
     """Finds the nodes that row programs do not take next to a site: the first of them, and why.
 
-    Sets of them are the bits of a number, made by one walk of the graph each way.
+    Sets of them are the bits of a number: `node_sets`.
     """
 
     def __init__(self, graph: fx.Graph, of_programs: Mapping[fx.Node, str]) -> None:
         self.reasons, self.nodes = of_programs, list(of_programs)
         own = {node: 1 << i for i, node in enumerate(of_programs)}
         first = (n for n in own if not any(a in own for a in n.all_input_nodes))
-        self.first = _union(own[n] for n in first)
-        self.before: dict[fx.Node, int] = {}
-        self.after: dict[fx.Node, int] = {}
-        self.beside: dict[fx.Node, int] = {}  # before what is computed of a node, too
-        for node in graph.nodes:
-            inputs = _union(self.before[a] for a in node.all_input_nodes)
-            self.before[node] = own.get(node, 0) | inputs
-        for node in reversed(graph.nodes):
-            self.after[node] = own.get(node, 0) | _union(self.after[u] for u in node.users)
-            users = (u for u in node.users if u.op != "output")  # which reads every value
-            self.beside[node] = self.before[node] | _union(self.beside[u] for u in users)
+        self.first = union(own[n] for n in first)
+        self.before, self.after = those_before(graph, own), those_after(graph, own)
+        # before what is computed of a node, too; the output reads every value
+        every = {n: bits for n, bits in self.before.items() if n.op != "output"}
+        self.beside = those_after(graph, every)
 
     def of_site(self, site: fx.Node) -> Found:
         """Returns the first operation before a site, or a sum after it that something keeps."""
@@ -231,10 +224,6 @@ class _OfPrograms:
             return None
         node = self.nodes[(nodes & -nodes).bit_length() - 1]
         return self.reasons[node], node
-
-
-def _union(sets: Iterable[int]) -> int:
-    return functools.reduce(operator.or_, sets, 0)
 
 
 def reasons_of_programs(

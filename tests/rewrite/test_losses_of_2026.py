@@ -15,7 +15,7 @@ from tests.support.read_programs import Case, examine
 from tests.support.row_forms import made_of
 from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.closed_forms.form import NotClosed
-from torch_streamkl.fx_passes.closed_forms.row_program import RowForm
+from torch_streamkl.fx_passes.closed_forms.row_form import RowForm
 
 QUICK = {
     "cross_entropy_at_ids", "pairs_of_crops", "rolled_logits", "filled_in_place",

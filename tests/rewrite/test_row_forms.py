@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tests.support.read_programs import Case
 from tests.support.row_forms import made_of
 from torch_streamkl.fx_passes.closed_forms.form import NotClosed
-from torch_streamkl.fx_passes.closed_forms.row_program import RowForm
+from torch_streamkl.fx_passes.closed_forms.row_form import RowForm
 
 
 def made(fn):

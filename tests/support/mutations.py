@@ -505,7 +505,7 @@ FAULTS = (
         f"{REWRITE}test_choices -k scale",
     ),
     Fault(
-        f"{CLOSED}/match.py",
+        f"{CLOSED}/scores.py",
         "form.scale * cap,",
         "form.scale,",
         f"{REWRITE}test_choices -k scale",
@@ -596,8 +596,8 @@ FAULTS = (
     ),
     Fault(
         f"{CLOSED}/row_steps.py",
-        "return math.copysign(1.0, c), self._times([*nodes, const(abs(c))])",
-        "return c, self._times(nodes)",
+        "return math.copysign(1.0, c), multiplied([*nodes, const(abs(c))])",
+        "return c, multiplied(nodes)",
         SHIFTS,
     ),
     Fault(
@@ -656,7 +656,7 @@ FAULTS = (
         "rewrite/test_digits_of_logarithms.py",
     ),
     Fault(
-        f"{CLOSED}/row_steps.py",
+        f"{CLOSED}/row_arithmetic.py",
         "more = _beyond_one(a) if constant(b) is None else None",
         "more = _beyond_one(a)",
         "rewrite/test_digits_of_logarithms.py",

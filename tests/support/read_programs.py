@@ -25,13 +25,13 @@ from torch_streamkl.fx_passes.capture.settings import CAPTURE
 from torch_streamkl.fx_passes.fx_utils.mutation import written_by
 from torch_streamkl.fx_passes.fx_utils.nodes import storage_of
 from torch_streamkl.fx_passes.fx_utils.torch_names import GuardOnDataDependentSymNode
+from torch_streamkl.fx_passes.reading.gradients import recorded_gradients
 from torch_streamkl.fx_passes.reading.positions import Positions
 from torch_streamkl.fx_passes.reading.reader import (
     UNFORESEEN,
     Reading,
     read,
     read_trace,
-    recorded_gradients,
 )
 from torch_streamkl.program.graph import Extent
 from torch_streamkl.program.walks import walk

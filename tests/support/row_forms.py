@@ -28,7 +28,8 @@ from torch_streamkl.fx_passes.closed_forms.chosen import ChosenIds, ChosenValue
 from torch_streamkl.fx_passes.closed_forms.entries import EntryValue
 from torch_streamkl.fx_passes.closed_forms.form import NoForm, NotClosed, RowValue
 from torch_streamkl.fx_passes.closed_forms.row_facts import facts_of, logarithms_of, taken_in
-from torch_streamkl.fx_passes.closed_forms.row_program import RowForm, row_form
+from torch_streamkl.fx_passes.closed_forms.row_form import RowForm
+from torch_streamkl.fx_passes.closed_forms.row_program import row_form
 from torch_streamkl.fx_passes.reading.reader import read
 from torch_streamkl.program.graph import Extent, Source
 from torch_streamkl.program.reductions import contraction, substitute

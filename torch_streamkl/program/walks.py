@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import TypeVar
 
 from torch_streamkl.program.graph import Node, apply, capture, reduce
+
+T = TypeVar("T")
 
 
 def walk(roots: Iterable[Node], enter: Callable[[Node], bool] | None = None) -> list[Node]:
@@ -27,6 +30,22 @@ def walk(roots: Iterable[Node], enter: Callable[[Node], bool] | None = None) -> 
                 order[node] = None
                 stack.pop()
     return list(order)
+
+
+def fold(
+    root: Node,
+    known: MutableMapping[Node, T],
+    of: Callable[[Node], T],
+    enter: Callable[[Node], bool] | None = None,
+) -> T:
+    """Returns what is known of an expression, each part of which is looked at once.
+
+    ``of`` finds it when ``known`` has that of the arguments. ``enter`` is that of `walk`.
+    """
+    for node in walk([root], lambda x: x not in known and (enter is None or enter(x))):
+        if node not in known:
+            known[node] = of(node)
+    return known[root]
 
 
 def has_op(x: Node, *ops: str) -> bool:

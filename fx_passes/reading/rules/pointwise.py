@@ -6,7 +6,10 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch import fx
 
+from torch_streamkl.fx_passes.fx_utils.nodes import name_of, reached, tensors_read
+from torch_streamkl.fx_passes.fx_utils.op_names import MATMULS
 from torch_streamkl.fx_passes.reading import types
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.registry import (
@@ -360,6 +363,28 @@ def cast(call: Call) -> Array:
         raise NoRule(f"an input is rounded to {str(to).removeprefix('torch.')}")
     if rounds:
         call.observes("rounding")
-    if rounds and reads_products and call.reader.is_type_of_products(call.node, to):
+    if rounds and reads_products and _is_type_of_products(call, to):
         return x
     return x.map(lambda e: types.cast(e, to, than))
+
+
+def _is_type_of_products(call: Call, dtype: torch.dtype) -> bool:
+    """Whether all products that a result is made of have a type, or their operands.
+
+    A cast back to it, as in ``softmax(scores, dtype=torch.float32).to(q.dtype)``, rounds no more
+    than the scores or inputs were rounded: an operator that keeps float32 is as exact.
+    """
+    if dtype.itemsize == 1:
+        return False
+    reads, made_as = call.reader.reading.reads_products, call.reader.made_as
+
+    def made_of(n: fx.Node) -> list[fx.Node]:
+        return [] if name_of(n) in MATMULS else [a for a in n.all_input_nodes if a in reads]
+
+    for n in reached([call.node], made_of):
+        if name_of(n) not in MATMULS:
+            continue
+        made = made_as.get(n, n.meta["val"].dtype)
+        if made != dtype and any(x.dtype != dtype for x in tensors_read(n)):
+            return False
+    return True
