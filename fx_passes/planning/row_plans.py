@@ -100,7 +100,8 @@ class RowPlanner:
         self.refused: dict[fx.Node, NotClosed] = {}
         self.position = {n: i for i, n in enumerate(region.nodes[0].graph.nodes)}
         self._recorded = recorded(region.nodes[0].graph)
-        self._writes = [(i, written_memory(n)) for n, i in self.position.items()]
+        written = ((i, written_memory(n)) for n, i in self.position.items())
+        self._writes = [(i, memory) for i, memory in written if memory]
         self._matmuls = self._products()
         self._read: dict[fx.Node, _Read] = {}
         self._plans: dict[tuple[fx.Node, ...], ProgramPlan] = {}
