@@ -48,11 +48,11 @@ class Aliases:
             )
             for node in graph.nodes
         }
-        self._note_reads_of_writes(region)
         self.writes: dict[int | None, list[fx.Node]] = {}
         for node in graph.nodes:
             for storage in written_memory(node):
                 self.writes.setdefault(storage, []).append(node)
+        self._note_reads_of_writes(region)
 
     def _note_reads_of_writes(self, region: Region) -> None:
         """Records that later reads by a tensor's earlier names see what an operation wrote.
@@ -63,8 +63,8 @@ class Aliases:
         for node in region.nodes:
             for source in node.all_input_nodes:
                 reads.setdefault(storage_of(source), []).append(node)
-        for written in self.position:
-            for storage in written_memory(written):
+        for storage, writes in self.writes.items():
+            for written in writes:
                 later = [
                     self.position[n]
                     for n in reads.get(storage, [])

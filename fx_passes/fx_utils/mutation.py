@@ -176,11 +176,13 @@ def _only_reads(node: fx.Node) -> bool:
     Most nodes are asked often, and do not write.
     """
     places = _may_be_written(node.target)
-    if places is None or node.kwargs.get("out") is not None:
+    args, kwargs = node.args, node.kwargs
+    if places is None or kwargs.get("out") is not None or kwargs.get("inplace") is True:
         return False
-    if node.kwargs.get("inplace") is True or any(a is True for a in node.args):
-        return False
-    return not any(i < len(node.args) or name in node.kwargs for i, name in places)
+    for a in args:
+        if a is True:
+            return False
+    return not places or not any(i < len(args) or name in kwargs for i, name in places)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -40,8 +40,9 @@ LINEAR = TERMS | {"mul", "div", "truediv", "matmul", "mm", "bmm", "linear"}
 
 def refuse_second_derivatives(graph: fx.Graph, builder: MakeBuilder) -> None:
     """Makes second derivatives of a graph's sums raise."""
-    written = written_storages(graph)
-    for call in [n for n in graph.nodes if n.target in SUMS]:
+    calls = [n for n in graph.nodes if n.target in SUMS]
+    written = written_storages(graph) if calls else set()
+    for call in calls:
         for total in [n for n in call.users if n.target is operator.getitem and n.args[1] == 0]:
             if not needs_gradient(total):
                 continue

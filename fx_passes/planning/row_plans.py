@@ -100,9 +100,11 @@ class RowPlanner:
         self.refused: dict[fx.Node, NotClosed] = {}
         self.position = {n: i for i, n in enumerate(region.nodes[0].graph.nodes)}
         self._recorded = recorded(region.nodes[0].graph)
-        self._writes = [(i, written_memory(n)) for n, i in self.position.items()]
+        written = ((i, written_memory(n)) for n, i in self.position.items())
+        self._writes = [(i, memory) for i, memory in written if memory]
         self._matmuls = self._products()
         self._read: dict[fx.Node, _Read] = {}
+        self._plans: dict[tuple[fx.Node, ...], ProgramPlan] = {}
 
     def _products(self) -> dict[object, fx.Node]:
         """The matmul that makes each product, by its operands."""
@@ -117,10 +119,16 @@ class RowPlanner:
     # ------------------------------------------------------------------------ plans
 
     def plan(self, roots: Sequence[fx.Node]) -> ProgramPlan:
-        """Returns one program for these sums, or raises Unsupported."""
-        if any(map(self.reading.loses_gradient, roots)):
-            raise Unsupported("a gradient flows through what is a constant")
-        return self._plan_of(roots, [self.reading.array(r) for r in roots])
+        """Returns one program for these sums, or raises Unsupported.
+
+        Kept, because `find` asks again for those that `sharing` has asked for.
+        """
+        key = tuple(roots)
+        if key not in self._plans:
+            if any(map(self.reading.loses_gradient, roots)):
+                raise Unsupported("a gradient flows through what is a constant")
+            self._plans[key] = self._plan_of(roots, [self.reading.array(r) for r in roots])
+        return self._plans[key]
 
     def _plan_of(self, roots: Sequence[fx.Node], arrays: list[Array]) -> ProgramPlan:
         arrays = _with_shared_rows(arrays)

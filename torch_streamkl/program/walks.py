@@ -17,18 +17,17 @@ def walk(roots: Iterable[Node], enter: Callable[[Node], bool] | None = None) -> 
     """
     order: dict[Node, None] = {}
     for root in roots:
-        stack = [root]
+        stack: list[Node | None] = [root]
         while stack:
-            node = stack[-1]
-            if node in order:
-                stack.pop()
+            node = stack.pop()
+            if node is None:  # all arguments of what is below are there
+                node = stack.pop()
+            elif node in order:
                 continue
-            waiting = [] if enter and not enter(node) else [a for a in node.args if a not in order]
-            if waiting:
-                stack += reversed(waiting)
-            else:
-                order[node] = None
-                stack.pop()
+            elif node.args and (enter is None or enter(node)):
+                stack += node, None, *node.args[::-1]
+                continue
+            order[node] = None
     return list(order)
 
 
