@@ -16,7 +16,6 @@ from torch.nn.attention import SDPBackend
 pytest.importorskip("transformers", reason="transformers is not installed")
 from bench import __main__ as command
 from bench import (
-    at_size,
     attention,
     case,
     costs,
@@ -559,17 +558,3 @@ def test_rows_of_cases_that_ranks_share(tmp_path: Path, processes: int, cases: l
     rows = [row for row in record.rows if row.case == "vocabulary"]
     assert [x.provider for x in rows] == ["one GPU", "streamkl", "five all-reduces", "DTensor"]
     assert [x.provider for x in rows if "model_of_one_gpu" in x.more] == ["streamkl"]
-
-
-@pytest.mark.slow
-def test_a_run_at_size(tmp_path: Path) -> None:
-    """Both ways see the same tokens and learn the same."""
-    path = tmp_path / "at_size.json"
-    given = ["--device", "cpu", "--steps", "3", "--seqlen", "16", "--json", str(path)]
-    assert at_size.main([*given, "--ways", "eager", "linear_topk_kl"]) == 0
-    eager, ours = Record.load(path).rows
-    assert eager.samples == ours.samples == 3
-    assert eager.more["first_loss"] != eager.more["last_loss"]
-    assert ours.loss_error is not None and ours.loss_error < 1e-4
-    tokens = 2 * 2 * 16 / ours.ms() * 1e3  # type: ignore[operator]
-    assert ours.more["tokens_per_s"] == pytest.approx(tokens)
