@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.case import Case, Inputs, Loss, Unavailable, as_wide, mean_of, random_tensors
+from bench.case import Case, Inputs, Loss, Unavailable, as_wide, blocks, mean_of, random_tensors
 from bench.measure import usual_dtype
 from torch_streamkl import attention_kl, attention_kl_varlen, row_program
 
@@ -322,17 +322,15 @@ class AttentionCase(Case):
     ) -> Iterator[tuple[Loss, Inputs, float]]:
         """Blocks of queries, and the keys they see."""
         sq, sk, tq, tk, *more = inputs
-        batch, rows = sq.shape[0], sq.shape[2]
         widest = max(sq.shape[1], tq.shape[1])
-        block = min(rows, block or max(1, PIECE_ELEMENTS // (widest * self.seqlen)))
-        for b in range(batch):
-            for first in range(0, rows, block):
-                last = min(first + block, rows)
-                keys = self.seqlen - rows + last if self.mask == "causal" else self.seqlen
-                of_q = (slice(b, b + 1), slice(None), slice(first, last))
-                of_k = (slice(b, b + 1), slice(None), slice(keys))
+        block = block or max(1, PIECE_ELEMENTS // (widest * self.seqlen))
+        for b in range(self.batch):
+            for rows, share in blocks(self.rows, block):
+                hidden_after = self.rows - rows.stop if self.mask == "causal" else 0
+                of_q = (slice(b, b + 1), slice(None), rows)
+                of_k = (slice(b, b + 1), slice(None), slice(self.seqlen - hidden_after))
                 piece = (sq[of_q], sk[of_k], tq[of_q], tk[of_k], *more)
-                yield self.naive(first, last), piece, (last - first) / (batch * rows)
+                yield self.naive(rows.start, rows.stop), piece, share / self.batch
 
     def gated(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Everything, or in large cases one group of heads.

@@ -243,6 +243,13 @@ def random_tensors(
     return tuple(x.requires_grad_(i < learning) for i, x in enumerate(made))
 
 
+def blocks(rows: int, block: int) -> Iterator[tuple[slice, float]]:
+    """Slices that have every row once, and their shares."""
+    for first in range(0, rows, block):
+        last = min(first + block, rows)
+        yield slice(first, last), (last - first) / rows
+
+
 def mean_of(call: Loss, *, reduction: str = "mean", **options: Any) -> Loss:
     """Calls an operator; where it returns values of rows, torch averages them."""
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.case import Case, Inputs, Loss, Unavailable, as_wide, mean_of, random_tensors
+from bench.case import Case, Inputs, Loss, Unavailable, as_wide, blocks, mean_of, random_tensors
 from bench.measure import usual_dtype
 from torch_streamkl import linear_kl, linear_topk_kl, row_program
 
@@ -179,12 +179,10 @@ class HeadCase(Case):
         self, inputs: Inputs, block: int | None = None
     ) -> Iterator[tuple[Loss, Inputs, float]]:
         """Chunks of tokens."""
-        rows = inputs[0].shape[0]
-        block = min(rows, block or max(1, PIECE_ELEMENTS // self.vocabulary))
-        for first in range(0, rows, block):
-            last = min(first + block, rows)
-            piece = tuple(x if i in (1, 3) else x[first:last] for i, x in enumerate(inputs))
-            yield self.naive(), piece, (last - first) / rows
+        block = block or max(1, PIECE_ELEMENTS // self.vocabulary)
+        for rows, share in blocks(self.tokens, block):
+            piece = tuple(x if i in (1, 3) else x[rows] for i, x in enumerate(inputs))
+            yield self.naive(), piece, share
 
     def direct(self, options: dict[str, Any]) -> Loss:
         if self.loss == "top 64":

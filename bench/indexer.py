@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.case import Build, Case, Inputs, Loss, Unavailable, mean_of, random_tensors
+from bench.case import Build, Case, Inputs, Loss, Unavailable, blocks, mean_of, random_tensors
 from bench.measure import usual_dtype
 from torch_streamkl import attention_topk_kl, row_program
 
@@ -72,10 +72,9 @@ def _chosen_ids(sq: Tensor, sk: Tensor, w: Tensor, top: int) -> Tensor:
     """Returns the top keys of a causal indexer's scores [1, seqlen, top]."""
     seqlen = sq.shape[2]
     ids = torch.full((1, seqlen, top), -1, dtype=torch.int32, device=sq.device)
-    for first in range(0, seqlen, QUERIES):
-        rows = slice(first, min(first + QUERIES, seqlen))
+    for rows, _ in blocks(seqlen, QUERIES):
         s = _scores(sq[:, :, rows], sk[:, :, : rows.stop], w[:, :, rows])
-        hidden = _hidden(*s.shape[1:], first, sq.device)
+        hidden = _hidden(*s.shape[1:], rows.start, sq.device)
         best = s.masked_fill(hidden, -math.inf).topk(min(top, rows.stop))
         found = torch.where(best.values == -math.inf, -1, best.indices)
         ids[:, rows, : found.shape[-1]] = found.int()
@@ -120,13 +119,11 @@ class IndexerCase(Case):
     ) -> Iterator[tuple[Loss, Inputs, float]]:
         """Blocks of rows, of all heads."""
         sq, sk, w, tq, tk, *ids = inputs
-        block = block or QUERIES
-        for first in range(0, self.seqlen, block):
-            rows = slice(first, min(first + block, self.seqlen))
+        for rows, share in blocks(self.seqlen, block or QUERIES):
             keys = slice(rows.stop)
             own = sq[:, :, rows], sk[:, :, keys], w[:, :, rows]
             piece = (*own, tq[:, :, rows], tk[:, :, keys], *(x[:, rows] for x in ids))
-            yield partial(self.naive(), first=first), piece, (rows.stop - first) / self.seqlen
+            yield partial(self.naive(), first=rows.start), piece, share
 
     def direct(self, options: dict[str, Any]) -> Loss:
         if not self.top:
