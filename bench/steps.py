@@ -145,11 +145,10 @@ class Llama:
     vocabulary: int
 
     def model(
-        self, device: torch.device, seed: int, context: int, dtype: torch.dtype | None = None,
-        attention: str = "eager",
-    ) -> Any:  # fmt: skip
+        self, device: torch.device, seed: int, context: int, attention: str = "eager"
+    ) -> Any:
         return build(
-            "LlamaForCausalLM", seed, device, dtype or usual_dtype(device), attention,
+            "LlamaForCausalLM", seed, device, usual_dtype(device), attention,
             vocab_size=self.vocabulary, hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size, num_hidden_layers=self.num_layers,
             num_attention_heads=self.num_heads, num_key_value_heads=self.num_kv_heads,
