@@ -251,7 +251,7 @@ def blocks(rows: int, block: int) -> Iterator[tuple[slice, float]]:
 
 
 def mean_of(call: Loss, *, reduction: str = "mean", **options: Any) -> Loss:
-    """Calls an operator; where it returns values of rows, torch averages them."""
+    """Calls an operator; where it returns per-row values, torch averages them."""
 
     def loss(*inputs: Tensor) -> Tensor:
         value = call(*inputs, reduction=reduction, **options)
