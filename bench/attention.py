@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.case import Case, Inputs, Loss, as_wide, random_tensors
-from bench.measure import Unavailable, usual_dtype
+from bench.case import Case, Inputs, Loss, as_wide, blocks, mean_of, random_tensors
+from bench.measure import usual_dtype
 from torch_streamkl import attention_kl, attention_kl_varlen, row_program
 
 PIECE_ELEMENTS = 2**27  # scores of one side in a piece of the gate: 1 GiB in float64
@@ -147,7 +147,6 @@ class AttentionCase(Case):
     softcap: float | None = None
     head_mean: bool = False  # the target is the mean of the teacher's heads
     in_matrix: bool = False  # of `matrix`, whose labels name every option
-    has_programs: bool = False
 
     family = "attention"
 
@@ -255,10 +254,9 @@ class AttentionCase(Case):
 
     # -------------------------------------------------------------------------------- providers
     def direct(self, options: dict[str, Any]) -> Loss:
-        """The operator called by hand."""
         if self.divergence not in DIVERGENCES:
-            raise Unavailable("no operator has this divergence")
-        given = {**DIVERGENCES[self.divergence], **options, "reduction": "mean"}
+            return super().direct(options)
+        given = {**DIVERGENCES[self.divergence], **options}
         if self.softcap is not None:
             given |= {"student_softcap": self.softcap, "teacher_softcap": self.softcap}
         if self.head_mean:
@@ -267,29 +265,33 @@ class AttentionCase(Case):
             lengths = self.packed_lengths
             given |= {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
             starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-            return partial(self._packed, starts, is_causal=True, **given)
+            return mean_of(partial(self._packed, starts), is_causal=True, **given)
         masks: dict[torch.device, dict[str, Any]] = {}  # made at the first call
 
-        def call(*x: Tensor) -> Tensor:
+        def call(*x: Tensor, **more: Any) -> Tensor:
             device = x[0].device
             mask = masks.get(device) or masks.setdefault(device, self.options(device))
-            return attention_kl(*x[:4], **mask, **given)
+            return attention_kl(*x[:4], **mask, **more)
 
-        return call
+        return mean_of(call, **given)
 
     def _packed(self, starts: Tensor, *x: Tensor, **given: Any) -> Tensor:
         offsets = starts.to(x[0].device, non_blocking=True)
         tokens = (y[0].transpose(0, 1) for y in x)
         return attention_kl_varlen(*tokens, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **given)
 
-    def losses(self) -> dict[str, Loss]:
-        return {"program": self._program} if self.has_programs else {}
+    def program(self, options: dict[str, Any]) -> Loss:
+        if self.divergence not in PROGRAMS or self.mask not in ("none", "causal"):
+            return super().program(options)
+        scaled = partial(PROGRAMS[self.divergence], scale=self.student.head_dim**-0.5)
 
-    def _program(self, *inputs: Tensor) -> Tensor:
-        sq, sk, tq, tk, *weight = inputs
-        keys = {"keys": {"w": weight[0][None, None]}} if weight else {}
-        scaled = partial(PROGRAMS[self.divergence], scale=sq.shape[-1] ** -0.5)
-        return row_program(scaled, dots={"t": (tq, tk), "s": (sq, sk)}, **keys).mean()
+        def call(*inputs: Tensor, **given: Any) -> Tensor:
+            sq, sk, tq, tk, *weight = inputs
+            keys = {"keys": {"w": weight[0][None, None]}} if weight else {}
+            dots = {"t": (tq, tk), "s": (sq, sk)}
+            return row_program(scaled, dots=dots, is_causal=self.mask == "causal", **keys, **given)
+
+        return mean_of(call, **options)
 
     # --------------------------------------------------------------------------------- arithmetic
     def pairs(self) -> float:
@@ -320,17 +322,15 @@ class AttentionCase(Case):
     ) -> Iterator[tuple[Loss, Inputs, float]]:
         """Blocks of queries, and the keys they see."""
         sq, sk, tq, tk, *more = inputs
-        batch, rows = sq.shape[0], sq.shape[2]
         widest = max(sq.shape[1], tq.shape[1])
-        block = min(rows, block or max(1, PIECE_ELEMENTS // (widest * self.seqlen)))
-        for b in range(batch):
-            for first in range(0, rows, block):
-                last = min(first + block, rows)
-                keys = self.seqlen - rows + last if self.mask == "causal" else self.seqlen
-                of_q = (slice(b, b + 1), slice(None), slice(first, last))
-                of_k = (slice(b, b + 1), slice(None), slice(keys))
+        block = block or max(1, PIECE_ELEMENTS // (widest * self.seqlen))
+        for b in range(self.batch):
+            for rows, share in blocks(self.rows, block):
+                hidden_after = self.rows - rows.stop if self.mask == "causal" else 0
+                of_q = (slice(b, b + 1), slice(None), rows)
+                of_k = (slice(b, b + 1), slice(None), slice(self.seqlen - hidden_after))
                 piece = (sq[of_q], sk[of_k], tq[of_q], tk[of_k], *more)
-                yield self.naive(first, last), piece, (last - first) / (batch * rows)
+                yield self.naive(rows.start, rows.stop), piece, share / self.batch
 
     def gated(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Everything, or in large cases one group of heads.

@@ -21,6 +21,10 @@ Build = Callable[["Case", "Problem"], "Loss | Problem"]
 PIECE = 2**25  # elements that an error is computed of at a time
 
 
+class Unavailable(Exception):
+    """A provider cannot compute a case: a package is missing, or it has no such form."""
+
+
 def _nothing() -> None:
     pass
 
@@ -94,15 +98,17 @@ class Case:
         """The same case with so many tokens."""
         return replace(self, **{self.size: size})
 
-    def losses(self) -> dict[str, Loss]:
-        """Ways to compute the loss that only this case has."""
-        return {}
+    def direct(self, options: dict[str, Any]) -> Loss:
+        """The operator called by hand."""
+        raise Unavailable("no operator has this loss")
+
+    def program(self, options: dict[str, Any]) -> Loss:
+        """`row_program` called by hand."""
+        raise Unavailable("nobody has written this row program")
 
     def own(self) -> dict[str, Build]:
         """Providers that only this case has."""
-        return {
-            name: lambda case, problem, loss=loss: loss for name, loss in self.losses().items()
-        }
+        return {}
 
     def flops(self) -> tuple[float, float]:
         """The least arithmetic of forward and backward; 0 where nobody counts."""
@@ -235,6 +241,23 @@ def random_tensors(
         for shape, scale in zip(shapes, scales or [1.0] * len(shapes), strict=True)
     )
     return tuple(x.requires_grad_(i < learning) for i, x in enumerate(made))
+
+
+def blocks(rows: int, block: int) -> Iterator[tuple[slice, float]]:
+    """Slices that have every row once, and their shares."""
+    for first in range(0, rows, block):
+        last = min(first + block, rows)
+        yield slice(first, last), (last - first) / rows
+
+
+def mean_of(call: Loss, *, reduction: str = "mean", **options: Any) -> Loss:
+    """Calls an operator; where it returns per-row values, torch averages them."""
+
+    def loss(*inputs: Tensor) -> Tensor:
+        value = call(*inputs, reduction=reduction, **options)
+        return value if value.ndim == 0 else value.mean()
+
+    return loss
 
 
 def as_wide(x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.case import Case, Inputs, Loss, as_wide, random_tensors
-from bench.measure import Unavailable, usual_dtype
+from bench.case import Case, Inputs, Loss, as_wide, blocks, mean_of, random_tensors
+from bench.measure import usual_dtype
 from torch_streamkl import linear_kl, linear_topk_kl, row_program
 
 TOP = 64  # entries of a cached teacher
@@ -119,16 +119,6 @@ PROGRAMS: dict[str, tuple[Any, str]] = {  # and the sides and tensors that they 
 KINDS = {"s": "dots", "t": "dots", "top": "columns", "log_p": "columns", "label": "rows"}
 
 
-def _program(*inputs: Tensor, loss: str, reduction: str = "none") -> Tensor:
-    x, w, t, u, ids, log_p, labels = inputs
-    given = {"s": (x, w), "t": (t, u), "top": ids, "log_p": (ids, log_p), "label": labels}
-    of, names = PROGRAMS[loss]
-    parts: dict[str, dict[str, Any]] = {}
-    for name in names.split():
-        parts.setdefault(KINDS[name], {})[name] = given[name]
-    return row_program(of, reduction=reduction, **parts).mean()
-
-
 @dataclass(frozen=True)
 class HeadCase(Case):
     """Hidden states and output embeddings of a student and a teacher."""
@@ -139,7 +129,6 @@ class HeadCase(Case):
     teacher_width: int = 0
     loss: str = "forward_kl"
     softcap: float | None = None
-    shows_rows: bool = False  # also providers that return a value for each token
 
     family = "heads"
     size = "tokens"
@@ -190,34 +179,33 @@ class HeadCase(Case):
         self, inputs: Inputs, block: int | None = None
     ) -> Iterator[tuple[Loss, Inputs, float]]:
         """Chunks of tokens."""
-        rows = inputs[0].shape[0]
-        block = min(rows, block or max(1, PIECE_ELEMENTS // self.vocabulary))
-        for first in range(0, rows, block):
-            last = min(first + block, rows)
-            piece = tuple(x if i in (1, 3) else x[first:last] for i, x in enumerate(inputs))
-            yield self.naive(), piece, (last - first) / rows
-
-    def losses(self) -> dict[str, Loss]:
-        """Row programs, and the operator by rows."""
-        found: dict[str, Loss] = {}
-        if self.loss in PROGRAMS and (self.shows_rows or self.loss not in BETAS):
-            found["program"] = partial(_program, loss=self.loss, reduction="mean")
-            if self.shows_rows:
-                found["program, rows"] = partial(_program, loss=self.loss)
-        if self.loss in BETAS and self.shows_rows:
-            found["linear_kl, rows"] = lambda *x: linear_kl(*x[:4], divergence=self.loss).mean()
-        return found
+        block = block or max(1, PIECE_ELEMENTS // self.vocabulary)
+        for rows, share in blocks(self.tokens, block):
+            piece = tuple(x if i in (1, 3) else x[rows] for i, x in enumerate(inputs))
+            yield self.naive(), piece, share
 
     def direct(self, options: dict[str, Any]) -> Loss:
-        """The operator called by hand."""
         if self.loss == "top 64":
-            return lambda *x: linear_topk_kl(*x[:2], *x[4:6], reduction="mean", **options)
+            return mean_of(lambda *x, **given: linear_topk_kl(*x[:2], *x[4:6], **given), **options)
         if self.loss not in BETAS:
-            raise Unavailable("no operator has this loss")
-        given: dict[str, Any] = {"reduction": "mean", "divergence": self.loss, **options}
-        if self.softcap is not None:
-            given |= {"student_softcap": self.softcap, "teacher_softcap": self.softcap}
-        return lambda *inputs: linear_kl(*inputs[:4], **given)
+            return super().direct(options)
+        softcaps = dict.fromkeys(("student_softcap", "teacher_softcap"), self.softcap)
+        given = {"divergence": self.loss} | (softcaps if self.softcap is not None else {})
+        return mean_of(lambda *x, **more: linear_kl(*x[:4], **more), **given, **options)
+
+    def program(self, options: dict[str, Any]) -> Loss:
+        if self.loss not in PROGRAMS:
+            return super().program(options)
+        of, names = PROGRAMS[self.loss]
+
+        def call(*inputs: Tensor, **given: Any) -> Tensor:
+            x, w, t, u, ids, log_p, labels = inputs
+            known = {"s": (x, w), "t": (t, u), "top": ids, "log_p": (ids, log_p), "label": labels}
+            for name in names.split():
+                given.setdefault(KINDS[name], {})[name] = known[name]
+            return row_program(of, **given)
+
+        return mean_of(call, **options)
 
 
 # ------------------------------------------------------------------------------------------ shapes
@@ -246,47 +234,3 @@ GEMMA = HeadCase(
     "gemma-2b-from-9b-head", "google/gemma-2-2b from google/gemma-2-9b, softcap 30",
     4096, 256000, 2304, 3584, softcap=30.0,
 )  # fmt: skip
-TINY = replace(SMOLLM, tokens=64, vocabulary=2048)  # where a case shows that it runs
-
-
-def sizes_of(device: str, quick: bool) -> list[Case]:
-    """Heads that a device can run in reasonable time."""
-    if quick:
-        small = replace(SMOLLM, tokens=128, vocabulary=16384)
-        return [replace(QWEN, tokens=1024) if device == "cuda" else small]
-    if device == "cuda":
-        heads = [replace(QWEN, tokens=n) for n in (8192, 256, 65536)]
-        return [*heads, LLAMA, GEMMA, *_vocabularies(LLAMA, 4096, (32000, 65536, 131072, 262144))]
-    return [GPT2, SMOLLM, *_vocabularies(SMOLLM, 256, (8192, 16384, 32768, 65536))]
-
-
-def _vocabularies(head: HeadCase, tokens: int, sizes: tuple[int, ...]) -> list[Case]:
-    source = f"growing vocabulary at the widths of {head.name}"
-    return [
-        replace(head, name="vocabulary-sweep", source=source, tokens=tokens, vocabulary=n)
-        for n in sizes
-    ]
-
-
-def peers(device: str, quick: bool) -> list[Case]:
-    """Three heads, four losses: other libraries next to ours."""
-    heads = [TINY]
-    if device == "cuda" and not quick:
-        heads = [replace(h, tokens=n) for n in (8192, 32768) for h in (QWEN, QWEN_SMALL)]
-        heads.append(QWEN_TINY)
-    return [replace(h, loss=loss) for h in heads for loss in (*BETAS, "top 64")]
-
-
-def programs(device: str, quick: bool) -> list[Case]:
-    """Row programs next to what they replace or are compared with."""
-    head = QWEN if device == "cuda" and not quick else TINY
-    return [replace(head, loss=loss, shows_rows=True) for loss in PROGRAMS]
-
-
-def compiled(device: str, quick: bool) -> list[Case]:
-    """Small heads in graphs: from which size on a program is worth its operator."""
-    return [
-        HeadCase("compiled", "a head of 16 N entries", n, 16 * n, 512, 16, loss=loss)
-        for n in ((256,) if quick else (256, 1024, 2048))
-        for loss in ("entropy and z-loss", "policy")
-    ]

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.case import Build, Case, Inputs, Loss, random_tensors
+from bench.case import Build, Case, Inputs, Loss, blocks, mean_of, random_tensors
 from bench.measure import usual_dtype
 from torch_streamkl import attention_topk_kl, row_program
 
 DIM = 128
-TOP = 2048  # keys that a query chooses
 QUERIES = 64  # of a block of naive code
 
 
@@ -54,22 +53,18 @@ def naive_of_chosen(
     return (torch.special.xlogy(p, p) - p * log_s).sum(-1).mean()
 
 
-def program(sq: Tensor, sk: Tensor, w: Tensor, tq: Tensor, tk: Tensor, *_: Tensor) -> Tensor:
-    scale = tq.shape[-1] ** -0.5
+def kl_program(e: Any) -> Any:
+    teacher = (e.t * DIM**-0.5).softmax("key").sum("head")
+    teacher = teacher / teacher.sum("key")
+    student = (e.w * e.s.relu()).sum("head").softmax("key")
+    return (teacher * ((teacher + 1e-10).log() - (student + 1e-10).log())).sum("key")
 
-    def kl(e: Any) -> Any:
-        teacher = (e.t * scale).softmax("key").sum("head")
-        teacher = teacher / teacher.sum("key")
-        student = (e.w * e.s.relu()).sum("head").softmax("key")
-        return (teacher * ((teacher + 1e-10).log() - (student + 1e-10).log())).sum("key")
 
+def program(
+    sq: Tensor, sk: Tensor, w: Tensor, tq: Tensor, tk: Tensor, *_: Tensor, **options: Any
+) -> Tensor:
     dots = {"t": (tq, tk), "s": (sq, sk)}
-    return row_program(kl, dots=dots, rows={"w": w}, is_causal=True).mean()
-
-
-def chosen(sq: Tensor, sk: Tensor, w: Tensor, *teacher: Tensor, **options: Any) -> Tensor:
-    more = {"student_head_weights": w, "reduction": "mean", **options}
-    return attention_topk_kl(sq, sk, *teacher, **more)
+    return row_program(kl_program, dots=dots, rows={"w": w}, is_causal=True, **options)
 
 
 @torch.no_grad()
@@ -77,10 +72,9 @@ def _chosen_ids(sq: Tensor, sk: Tensor, w: Tensor, top: int) -> Tensor:
     """Returns the top keys of a causal indexer's scores [1, seqlen, top]."""
     seqlen = sq.shape[2]
     ids = torch.full((1, seqlen, top), -1, dtype=torch.int32, device=sq.device)
-    for first in range(0, seqlen, QUERIES):
-        rows = slice(first, min(first + QUERIES, seqlen))
+    for rows, _ in blocks(seqlen, QUERIES):
         s = _scores(sq[:, :, rows], sk[:, :, : rows.stop], w[:, :, rows])
-        hidden = _hidden(*s.shape[1:], first, sq.device)
+        hidden = _hidden(*s.shape[1:], rows.start, sq.device)
         best = s.masked_fill(hidden, -math.inf).topk(min(top, rows.stop))
         found = torch.where(best.values == -math.inf, -1, best.indices)
         ids[:, rows, : found.shape[-1]] = found.int()
@@ -125,39 +119,29 @@ class IndexerCase(Case):
     ) -> Iterator[tuple[Loss, Inputs, float]]:
         """Blocks of rows, of all heads."""
         sq, sk, w, tq, tk, *ids = inputs
-        block = block or QUERIES
-        for first in range(0, self.seqlen, block):
-            rows = slice(first, min(first + block, self.seqlen))
+        for rows, share in blocks(self.seqlen, block or QUERIES):
             keys = slice(rows.stop)
             own = sq[:, :, rows], sk[:, :, keys], w[:, :, rows]
             piece = (*own, tq[:, :, rows], tk[:, :, keys], *(x[:, rows] for x in ids))
-            yield partial(self.naive(), first=first), piece, (rows.stop - first) / self.seqlen
+            yield partial(self.naive(), first=rows.start), piece, share
 
-    def losses(self) -> dict[str, Loss]:
+    def direct(self, options: dict[str, Any]) -> Loss:
         if not self.top:
-            return {"program": program}
-        deterministic, torch_ops = (
-            partial(chosen, deterministic=True),
-            partial(chosen, impl="torch"),
-        )
-        return {"chosen": chosen, "deterministic": deterministic, "torch": torch_ops}
+            return super().direct(options)
+
+        def call(sq: Tensor, sk: Tensor, w: Tensor, *teacher: Tensor, **given: Any) -> Tensor:
+            return attention_topk_kl(sq, sk, *teacher, student_head_weights=w, **given)
+
+        return mean_of(call, **options)
+
+    def program(self, options: dict[str, Any]) -> Loss:
+        if self.top:
+            return super().program(options)
+        return mean_of(program, **options)
 
     def own(self) -> dict[str, Build]:
         if not self.top:
-            return super().own()
+            return {}
         # another loss: that of all keys, from which the chosen ones are a part
-        all_keys = {"all keys": lambda _, problem: replace(problem, loss=program, is_judged=False)}
-        return super().own() | all_keys
-
-
-def programs(device: str, quick: bool) -> list[Case]:
-    if device == "cuda" and not quick:
-        return [IndexerCase("indexer", "DeepSeek-V3.2-Exp", n) for n in (4096, 16384)]
-    return [IndexerCase("indexer", "DeepSeek-V3.2-Exp", 64, heads=4)]
-
-
-def chosen_keys(device: str, quick: bool) -> list[Case]:
-    if device == "cuda" and not quick:
-        sizes = {"top": TOP}
-        return [IndexerCase("chosen keys", "DeepSeek-V3.2-Exp", n, **sizes) for n in (4096, 32768)]
-    return [IndexerCase("chosen keys", "DeepSeek-V3.2-Exp", 64, heads=4, top=16)]
+        loss = mean_of(program)
+        return {"all keys": lambda _, problem: replace(problem, loss=loss, is_judged=False)}

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.case import Problem
+from bench.case import Problem, Unavailable
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,10 +37,6 @@ Failure = dict[str, str]  # why there is no result, as fields of a row
 
 
 # ------------------------------------------------------------------------------------- failures
-class Unavailable(Exception):
-    """A provider cannot compute a case: a package is missing, or it has no such form."""
-
-
 def attempt(call: Callable[[], T], device: torch.device) -> tuple[T | None, Failure]:
     """Returns a call's result; or None and why it is a result all the same."""
     try:

@@ -21,9 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from bench import cuda_graphs
 from bench.attention import AttentionCase
-from bench.case import Case, Loss, Problem, random_tensors
+from bench.case import Case, Loss, Problem, Unavailable, random_tensors
 from bench.heads import BETAS
-from bench.measure import Unavailable
 
 CHUNK = 512  # tokens or queries, as in verl's formulation
 CHUNK_V = 2048  # vocabulary entries of Nitrobrew's chunks
@@ -90,10 +89,13 @@ def _streamkl(case: Case, problem: Problem, **options: Any) -> Loss:
 
 
 @_provider("direct", "attention_kl or linear_kl called by hand", families=OURS)
-def _direct(case: Any, problem: Problem, **options: Any) -> Loss:
-    if not hasattr(case, "direct"):
-        raise Unavailable("has no such operator")
+def _direct(case: Case, problem: Problem, **options: Any) -> Loss:
     return case.direct(options)
+
+
+@_provider("program", "row_program called by hand", usual=False, families=OURS)
+def _program(case: Case, problem: Problem, **options: Any) -> Loss:
+    return case.program(options)
 
 
 @_provider("checkpoint", "chunks of tokens or queries, checkpointed", usual=False, families=OURS)

@@ -51,7 +51,7 @@ def main(options: argparse.Namespace, record: Record, path: Path) -> int:
     if options.list:
         print("\n".join(f"{name:<12} {size or 'its usual size'}" for name, size in chosen))
         return 0
-    start(_rank, (options, chosen, record, path), options.processes, options.device)
+    start((options, chosen, record, path), options.processes, options.device)
     return 0
 
 
@@ -63,8 +63,8 @@ def sizes_of(name: str, given: list[int] | None, device: str, num_ranks: int) ->
     return usual[num_ranks > 2] if device == "cuda" else (0,)
 
 
-def start(function: Any, arguments: tuple[Any, ...], num_ranks: int, device: str) -> None:
-    """Runs ``function(rank, *arguments, store)`` in processes, and waits for them."""
+def start(arguments: tuple[Any, ...], num_ranks: int, device: str) -> None:
+    """Runs `_rank` in processes, and waits for them."""
     # multicast is not available in every container, and these messages gain nothing by it
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     # without a GPU they are forked from one that has imported this, and done nothing else
@@ -73,13 +73,11 @@ def start(function: Any, arguments: tuple[Any, ...], num_ranks: int, device: str
         torch.multiprocessing.get_context(method).set_forkserver_preload(["bench.ranks"])
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
-            function, (*arguments, f"{folder}/store"), nprocs=num_ranks, start_method=method
+            _rank, (f"{folder}/store", *arguments), nprocs=num_ranks, start_method=method
         )
 
 
-def join(
-    rank: int, num_ranks: int, kind: str, store: str, limit: datetime.timedelta = COLLECTIVE_LIMIT
-) -> torch.device:
+def _joined(rank: int, num_ranks: int, kind: str, store: str) -> torch.device:
     """Joins this process to the others; returns its device."""
     on_gpu = kind == "cuda"
     device = torch.device(kind, rank if on_gpu else None)
@@ -87,20 +85,20 @@ def join(
         torch.cuda.set_device(device)
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo", rank=rank, world_size=num_ranks,
-        store=distributed.FileStore(store, num_ranks), timeout=limit,
+        store=distributed.FileStore(store, num_ranks), timeout=COLLECTIVE_LIMIT,
     )  # fmt: skip
     return device
 
 
 def _rank(
-    rank: int, options: argparse.Namespace, chosen: list[tuple[str, int]], record: Record,
-    path: Path, store: str,
+    rank: int, store: str, options: argparse.Namespace, chosen: list[tuple[str, int]],
+    record: Record, path: Path,
 ) -> None:  # fmt: skip
     from bench.__main__ import settings_of
 
     limit = options.limit_s if options.limit_s < float("inf") else LIMIT_S
     faulthandler.dump_traceback_later(limit, exit=True)
-    device = join(rank, options.processes, options.device, store)
+    device = _joined(rank, options.processes, options.device, store)
     mesh = init_device_mesh(device.type, (options.processes,))
     settings = replace(settings_of(options, device), agree=largest, worst=worst)
     for name, size in chosen:
@@ -108,17 +106,11 @@ def _rank(
         names = [n for n in options.providers if n in case.own()]
         rows = run_case(case, of_case(case, names, ()), settings)
         costs.add_scaling(rows, case.costs, options.processes)
+        record.rows += rows
+        record.is_complete = (name, size) == chosen[-1]
         if rank == 0:
-            record.rows += rows
             record.save(path)
             print(table.text(rows), flush=True)
-    end(rank, record, path)
-
-
-def end(rank: int, record: Record, path: Path) -> None:
-    if rank == 0:
-        record.is_complete = True
-        record.save(path)
     distributed.destroy_process_group()
 
 

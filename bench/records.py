@@ -75,7 +75,11 @@ class Record:
                 {k: v for k, v in asdict(row).items() if v not in (None, "", {}, ("", 0))}
                 for row in self.rows
             ]
-            save(content, path)
+            # written next to the old file and moved over it: an interruption loses nothing
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps(content, indent=1) + "\n")
+            partial.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> Record:
@@ -92,37 +96,27 @@ class Record:
 
 
 def command_line(module: str, arguments: list[str]) -> str:
-    """Returns what to type for the same run, without where its records went."""
+    """Returns what to type for the same run, without where its record went."""
     shown = list(arguments)
-    for option in ("--json", "--out"):
-        if option in shown:
-            position = shown.index(option)
-            del shown[position : position + 2]
+    if "--json" in shown:
+        position = shown.index("--json")
+        del shown[position : position + 2]
     return f"python -m {module} {shlex.join(shown)}".rstrip()
-
-
-def save(content: dict[str, Any], path: Path) -> None:
-    """Writes next to the old file and moves over it, so that an interruption loses nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(path)
 
 
 class Program(argparse.ArgumentParser):
     """The command line of a module that measures: where, into which file, and of which commit."""
 
-    def __init__(self, module: str, documentation: str | None, devices: bool = True) -> None:
+    def __init__(self, module: str, documentation: str | None) -> None:
         super().__init__(
             prog=f"python -m {module}", description=documentation,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         self.module = module
         add = self.add_argument
-        if devices:
-            here = "cuda" if torch.cuda.is_available() else "cpu"
-            choices = ("cpu", "cuda")
-            add("--device", choices=choices, default=here, help="default: cuda if there is one")
+        here = "cuda" if torch.cuda.is_available() else "cpu"
+        add("--device", choices=("cpu", "cuda"), default=here,
+            help="default: cuda if there is one")  # fmt: skip
         add("--json", type=Path, metavar="FILE", help="the record, saved as its parts come")
         add("--commit", default="", help="of a tree without its history")
         add("--note", default="", help="for the reader of the record")
@@ -130,7 +124,7 @@ class Program(argparse.ArgumentParser):
     def begin(self, argv: list[str] | None) -> tuple[argparse.Namespace, Record]:
         """Returns the options, and an empty record."""
         options = self.parse_args(argv)
-        device = torch.device(getattr(options, "device", "cpu"))
+        device = torch.device(options.device)
         command = command_line(self.module, sys.argv[1:] if argv is None else argv)
         machine = measure.describe(device, options.commit)
         return options, Record(command, machine, note=options.note)

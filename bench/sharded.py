@@ -34,7 +34,7 @@ class SharedCase(Case):
     """Problems of this rank by provider, made when asked for."""
 
     sizes: str = ""
-    make: tuple[tuple[str, Callable[[], Problem]], ...] = ()
+    make: dict[str, Callable[[], Problem]] = field(default_factory=dict, hash=False)
     costs: dict[str, Cost] = field(default_factory=dict, hash=False)
     fits_together: bool = True  # type: ignore[misc]
     roundings: float = 2.0  # of the dtype, that two providers may differ by
@@ -50,7 +50,7 @@ class SharedCase(Case):
         return Problem(device, lambda: torch.zeros(()), [])  # providers make their own
 
     def own(self) -> dict[str, Build]:
-        return {name: lambda case, problem, make=make: make() for name, make in self.make}
+        return {name: lambda case, problem, make=make: make() for name, make in self.make.items()}
 
     def budget(self, device: torch.device) -> float:
         """Returns what two providers may differ by, relative in norm.
@@ -103,6 +103,11 @@ def _sizes(head: HeadCase) -> str:
     return f"{head.tokens} tokens, {widths}, {head.vocabulary} vocabulary entries"
 
 
+def _label(name: str, tokens: int) -> str:
+    """With the tokens where they are not as many as usual."""
+    return name if tokens in (0, QWEN.tokens) else f"{name} {tokens}"
+
+
 def vocabulary(mesh: DeviceMesh, device: torch.device, tokens: int = 0) -> SharedCase:
     """LM heads of a Qwen 7B student and a 32B teacher whose vocabulary entries ranks share."""
     head, inputs, hidden_mib = _head(device, tokens)
@@ -134,8 +139,7 @@ def vocabulary(mesh: DeviceMesh, device: torch.device, tokens: int = 0) -> Share
         "five all-reduces": Cost(all_reduce(20 * head.tokens / MIB, size) + d_hidden),
         "DTensor": Cost(all_gather(logits, size) + d_hidden),
     }
-    label = f"vocabulary {tokens}".removesuffix(" 0").removesuffix(f" {QWEN.tokens}")
-    return SharedCase(label, sizes=_sizes(head), make=tuple(make.items()), costs=costs)
+    return SharedCase(_label("vocabulary", tokens), sizes=_sizes(head), make=make, costs=costs)
 
 
 def _mean_kl(*x: Tensor, **options: Any) -> Tensor:
@@ -232,8 +236,8 @@ def two_dimensions(mesh: DeviceMesh, device: torch.device, tokens: int = 0) -> S
     one_gpu = _problem(_mean_kl, (x, w, t, u), lambda gradients: [gradients[1][mine]])
     make = {ONE_GPU: one_gpu, "FSDP2 x TP": shared}
     costs = {"FSDP2 x TP": Cost(exposed + states, exposed, waits=1)}
-    label = f"mesh {dp} x {tp} {tokens}".removesuffix(" 0").removesuffix(f" {QWEN.tokens}")
-    return SharedCase(label, sizes=_sizes(head), make=tuple(make.items()), costs=costs)
+    label = _label(f"mesh {dp} x {tp}", tokens)
+    return SharedCase(label, sizes=_sizes(head), make=make, costs=costs)
 
 
 class _MeanOfRanks(torch.autograd.Function):
@@ -283,4 +287,4 @@ def sequence(mesh: DeviceMesh, device: torch.device, num_rows: int = 0) -> Share
         make[method] = _problem(call, of_rank(inputs))
     shape = f"{heads} heads, {kv} key heads, {n} rows, head_dim {dim}"
     label = "sequence" if n == usual else f"sequence {n}"
-    return SharedCase(label, sizes=shape, make=tuple(make.items()), costs=costs)
+    return SharedCase(label, sizes=shape, make=make, costs=costs)

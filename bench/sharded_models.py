@@ -5,7 +5,7 @@ Each rank has a batch of its own. Gradients are compared with those of the case'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,22 +38,33 @@ LAYERS_BACKEND = {"cuda": "inductor", "cpu": "aot_eager"}
 
 def compiled(loss: Loss, backend: str, device: torch.device) -> Loss:
     """Compiles for a GPU. On a CPU graphs run as AOTAutograd gives them: nothing is measured."""
-    on_gpu = device.type == "cuda"
     if backend == "streamkl":
         small = {"streamkl.inner": "aot_eager", "streamkl.min_mib": 0.0}
-        return with_streamkl(loss, **({} if on_gpu else small))
+        return with_streamkl(loss, **({} if device.type == "cuda" else small))
     return torch.compile(loss, backend=LAYERS_BACKEND[device.type], dynamic=False)
 
 
+def shard_layers(model: Any, device: torch.device, mesh: DeviceMesh, compiles: bool) -> None:
+    """Applies FSDP2 to every layer."""
+    for layer in model.layers:
+        if compiles:
+            layer.compile(dynamic=False, backend=LAYERS_BACKEND[device.type])
+        fully_shard(layer, mesh=mesh)
+
+
 def _case(
-    label: str, shape: str, names: tuple[str, ...], make: Callable[..., Problem],
+    label: str, shape: str, names: Sequence[str], make: Callable[[str], Problem],
     received_mib: float | None = None,
 ) -> SharedCase:  # fmt: skip
-    costs = {} if received_mib is None else dict.fromkeys(names, Cost(received_mib))
+    def problem(name: str) -> Problem:
+        torch._dynamo.reset()
+        return make(name)
+
     # roundings: two of the loss's gradients, two of everything before it
     return SharedCase(
-        label, sizes=shape, make=tuple((name, partial(make, name)) for name in names),
-        costs=costs, fits_together=False, roundings=4.0,
+        label, sizes=shape, make={name: partial(problem, name) for name in names},
+        costs={} if received_mib is None else dict.fromkeys(names, Cost(received_mib)),
+        fits_together=False, roundings=4.0,
     )  # fmt: skip
 
 
@@ -83,7 +94,6 @@ def _of_pair(
     context = context or CONTEXTS[device.type]
 
     def problem(provider: str) -> Problem:
-        torch._dynamo.reset()
         module = Distillation(student, device, context)
         ids = random_ids(student.vocabulary, 1, context, device, seed=distributed.get_rank())
         return Problem(device, wrap(provider, module), [(ids,)], module, part=local)
@@ -112,10 +122,7 @@ def layers(mesh: DeviceMesh, device: torch.device, context: int = 0) -> SharedCa
     def wrapped(provider: str, module: Distillation) -> Loss:
         (teacher,) = module.teacher
         for model in (module.student, teacher):
-            for layer in model.model.layers:
-                if provider == "FSDP2, compiled layers":
-                    layer.compile(dynamic=False, backend=LAYERS_BACKEND[device.type])
-                fully_shard(layer, mesh=mesh)
+            shard_layers(model.model, device, mesh, provider == "FSDP2, compiled layers")
         fully_shard(module, mesh=mesh)
         if not provider.startswith("traced, "):
             return module
@@ -135,7 +142,7 @@ class HeadsOutside(nn.Module):
     FSDP2 then has both heads' weights whole while the loss is computed, in one graph.
     """
 
-    def __init__(self, student: Any, teacher: Any, loss: Loss) -> None:
+    def __init__(self, loss: Loss, student: Any, teacher: Any = None) -> None:
         super().__init__()
         self.student, self.head = student.model, student.lm_head
         self.teacher = None if teacher is None else teacher.model
@@ -150,14 +157,6 @@ class HeadsOutside(nn.Module):
             t = self.teacher(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
         return self.loss(x, self.head.weight, t, self.teacher_head.weight)
 
-    def shard(self, device: torch.device, **options: Any) -> None:
-        """Applies FSDP2 to every layer, compiled, and to the rest."""
-        for model in (self.student, self.teacher):
-            for layer in () if model is None else model.layers:
-                layer.compile(dynamic=False, backend=LAYERS_BACKEND[device.type])
-                fully_shard(layer, **options)
-        fully_shard(self, **options)
-
 
 def entries(vocab: int, tokens: int, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
     """Returns ids and log-probabilities that a cache of a teacher's top entries could hold."""
@@ -171,16 +170,8 @@ def entries(vocab: int, tokens: int, device: torch.device, seed: int) -> tuple[T
     return ids, scores.log_softmax(-1) + torch.tensor(0.9, device=device).log()
 
 
-def loss_of(provider: str, is_cached: bool, device: torch.device) -> Loss:
-    """Returns the loss of a provider, from hidden states and weights."""
-
-    def of_entries(x: Tensor, w: Tensor, *cached: Tensor) -> Tensor:
-        return heads.top(x, w, x, w, *cached)
-
-    naive = of_entries if is_cached else heads.forward_kl
-    if provider == "linear_topk_kl":
-        return partial(linear_topk_kl, reduction="mean")
-    return naive if provider == "eager" else compiled(naive, provider, device)
+def of_entries(x: Tensor, w: Tensor, *cached: Tensor) -> Tensor:
+    return heads.top(x, w, x, w, *cached)
 
 
 def fsdp(
@@ -189,17 +180,20 @@ def fsdp(
     """Llama 1B from 8B under FSDP2 at every layer, with a KL of the LM heads."""
     context = context or CONTEXTS[device.type]
     student, teacher = OF_1B[device.type]
-    names: tuple[str, ...] = ("eager", "inductor", "streamkl")
-    names = (*names, "linear_topk_kl") if is_cached else names
+    naive = of_entries if is_cached else heads.forward_kl
 
     def problem(provider: str) -> Problem:
-        torch._dynamo.reset()
-        of_student = student.model(device, 1, context, attention="sdpa")
-        of_teacher = None
+        models: list[Any] = [student.model(device, 1, context, attention="sdpa")]
         if not is_cached:
-            of_teacher = frozen(teacher.model(device, 0, context, attention="sdpa"))
-        module = HeadsOutside(of_student, of_teacher, loss_of(provider, is_cached, device))
-        module.shard(device, mesh=mesh)
+            models.append(frozen(teacher.model(device, 0, context, attention="sdpa")))
+        for model in models:
+            shard_layers(model.model, device, mesh, compiles=True)
+        loss: Loss = naive
+        if provider == "linear_topk_kl":
+            loss = partial(linear_topk_kl, reduction="mean")
+        elif provider != "eager":
+            loss = compiled(naive, provider, device)
+        module = fully_shard(HeadsOutside(loss, *models), mesh=mesh)
         rank = distributed.get_rank()
         ids = random_ids(student.vocabulary, 1, context, device, seed=rank)
         cached = entries(student.vocabulary, context, device, rank) if is_cached else ()
@@ -213,6 +207,7 @@ def fsdp(
         gathered += teacher.num_parameters + head
     item, size = usual_dtype(device).itemsize / MIB, mesh.size()
     what = "cached entries" if is_cached else f"live {teacher.name}"
+    names = ("eager", "inductor", "streamkl", *["linear_topk_kl"] * is_cached)
     return _case(
         f"fsdp {'cached' if is_cached else 'live'}",
         f"{student.name}, {what}, {context} tokens a rank", names, problem,

@@ -145,11 +145,10 @@ class Llama:
     vocabulary: int
 
     def model(
-        self, device: torch.device, seed: int, context: int, dtype: torch.dtype | None = None,
-        attention: str = "eager",
-    ) -> Any:  # fmt: skip
+        self, device: torch.device, seed: int, context: int, attention: str = "eager"
+    ) -> Any:
         return build(
-            "LlamaForCausalLM", seed, device, dtype or usual_dtype(device), attention,
+            "LlamaForCausalLM", seed, device, usual_dtype(device), attention,
             vocab_size=self.vocabulary, hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size, num_hidden_layers=self.num_layers,
             num_attention_heads=self.num_heads, num_key_value_heads=self.num_kv_heads,
@@ -176,14 +175,13 @@ class LlamaStep(StepCase):
     """A step of a pair without an optimiser; float64 does not fit, losses stand side by side."""
 
     student: Llama = LLAMAS["cpu"]
-    objective: str = "attention"
     depth: int = 2  # layers of the teacher for each of the student
 
     is_exact = False
     fits_together = False
 
     def shape(self) -> str:
-        return f"KL of {self.objective}"
+        return "KL of attention"
 
     def models(self, device: torch.device) -> tuple[Any, Any]:
         teacher = replace(self.student, num_layers=self.depth * self.student.num_layers)
@@ -191,20 +189,15 @@ class LlamaStep(StepCase):
         return student, frozen(teacher.model(device, 0, self.seqlen))
 
     def loss_of(self, student: Any, teacher: Any) -> Loss:
-        with_logits = self.objective == "attention+logits"
         # without logits the LM heads are left out: the bodies are called
-        teacher = teacher if with_logits else teacher.model
-        student = student if with_logits else student.model
+        teacher, student = teacher.model, student.model
 
         def loss(ids: Tensor) -> Tensor:
             with torch.no_grad():
                 t = teacher(input_ids=ids, output_attentions=True, use_cache=False)
             s = student(input_ids=ids, output_attentions=True, use_cache=False)
-            if with_logits:
-                log_s, target = s.logits.float().log_softmax(-1), t.logits.float().softmax(-1)
-                rest = F.kl_div(log_s, target, reduction="none").sum(-1).mean()
-            else:  # something for the rest of the network to learn
-                rest = s.last_hidden_state.float().square().mean() * 1e-3
+            # something for the rest of the network to learn
+            rest = s.last_hidden_state.float().square().mean() * 1e-3
             return rest + kl_of_maps(t.attentions, s.attentions)
 
         return loss
@@ -317,25 +310,3 @@ def _projections(model: Any, outputs: Any) -> list[Tensor]:
 def _scores(x: Tensor, keys: Tensor) -> Tensor:
     scores = (x @ x.transpose(-1, -2)).float() * x.shape[-1] ** -0.5
     return scores.masked_fill(~keys, torch.finfo(scores.dtype).min)
-
-
-def steps(device: str, quick: bool) -> list[Case]:
-    """BERT students at two lengths, then a pair of decoders without an optimiser."""
-    bert = "google-bert/bert-base-uncased"
-    students = (
-        ShortStep("bert-4-layers", f"{bert}, every third layer"),
-        ShortStep("tinybert", f"huawei-noah/TinyBERT_General_4L_312D from {bert}",
-                  hidden_size=312),
-        ShortStep("minilm", f"nreimers/MiniLM-L6-H384-uncased from {bert}",
-                  objective="relations", hidden_size=384, num_layers=6),
-    )  # fmt: skip
-    if quick:
-        return [replace(students[1], batch_size=1, seqlen=16, num_layers=2, teacher_layers=4)]
-    short = [replace(x, batch_size=32, seqlen=n) for n in (128, 512) for x in students]
-    llama = LLAMAS[device]
-    lengths = (8192, 16384, 131072) if device == "cuda" else (512, 1024, 2048, 4096)
-    decoders = [LlamaStep("llama-attention", llama.name, 1, n, llama) for n in lengths]
-    # every layer of both is compared
-    same_depth = replace(decoders[0], name="llama-all-layers", seqlen=512, depth=1)
-    deep = replace(same_depth, student=replace(llama, num_layers=4))
-    return [*short, *decoders, deep]

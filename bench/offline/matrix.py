@@ -1,8 +1,7 @@
 """Every kernel for every GPU, compiled without one: what a block of threads takes of its limits.
 
     python -m bench.offline.matrix --targets sm_86 sm_120 --jobs 2  # goes on where it stopped
-    python -m bench.offline.matrix --seconds 400 --record out/gpus.csv  # stops in time
-    python -m bench.offline.matrix --add out/gpus.csv  # into bench/results/gpus.csv
+    python -m bench.offline.matrix --seconds 400  # begins no cell later
     python -m bench.offline.matrix --render  # writes docs/evidence/gpus.md's tables
 
 Rows are in bench/results/gpus.csv as soon as a cell is compiled. A cell whose rows are there, of
@@ -76,18 +75,16 @@ def compiled(cell: Cell, known: frozenset[tuple[Any, ...]] = frozenset()) -> lis
     return rows
 
 
-def load(record: Path = RECORD) -> list[Row]:
+def load() -> list[Row]:
     """What was compiled, the last row of a kernel of a cell."""
-    if not record.exists():
-        return []
     kinds = {f.name: int if f.type == "int" else str for f in fields(Row)}
-    with record.open() as file:
+    with RECORD.open() as file:
         rows = [Row(**{k: kinds[k](v) for k, v in x.items()}) for x in csv.DictReader(file)]
     return merged(rows)
 
 
-def save(rows: list[Row], record: Path = RECORD) -> None:
-    with record.open("w", newline="") as file:
+def save(rows: list[Row]) -> None:
+    with RECORD.open("w", newline="") as file:
         writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
         writer.writeheader()
         writer.writerows(asdict(r) for r in sorted(rows))
@@ -199,18 +196,15 @@ def main(arguments: list[str] | None = None) -> int:
     add("--work", nargs="+", choices=WORK, default=WORK)
     add("--jobs", type=int, default=2)
     add("--seconds", type=float, default=float("inf"), help="begin no cell later")
-    add("--record", type=Path, default=RECORD, help="where new rows go")
-    add("--add", nargs="*", type=Path, default=[], help="records of other runs")
     add("--fresh", action="store_true", help="forget what was compiled")
     add("--render", action="store_true", help="only write the tables")
     options = parser.parse_args(arguments)
-    if options.add or options.render:
-        save(merged(load(), *(load(path) for path in options.add)))
+    if options.render:
         render()
         return 0
-    rows = [] if options.fresh else load(options.record)
+    rows = [] if options.fresh else load()
     launches: dict[Cell, set[tuple[Any, ...]]] = {}
-    for r in [] if options.fresh else merged(load(), rows):
+    for r in rows:
         launches.setdefault(r.cell, set()).add(r.launch)
     wanted = offline_cells.cells(options.work, options.targets)
     items = [(c, frozenset(launches.get(c, ()))) for c in wanted]
@@ -222,9 +216,8 @@ def main(arguments: list[str] | None = None) -> int:
             tqdm.write(f"{cell}: {found}")
         else:
             rows = merged(rows, found)
-            save(rows, options.record)
-    if options.record == RECORD:
-        render()
+            save(rows)
+    render()
     return int(failed > 0)
 
 

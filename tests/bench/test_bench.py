@@ -16,13 +16,11 @@ from torch.nn.attention import SDPBackend
 pytest.importorskip("transformers", reason="transformers is not installed")
 from bench import __main__ as command
 from bench import (
-    at_size,
     attention,
     case,
     costs,
     first_step,
     heads,
-    indexer,
     measure,
     plots,
     ranks,
@@ -39,21 +37,21 @@ from bench.measure import Timing, Unavailable
 from bench.providers import PROVIDERS, Provider, named, of_case
 from bench.records import Record, Row
 from bench.runner import Settings, run_case
+from bench.suites import SUITES
 from tests.support.covering import every
 
 CPU = torch.device("cpu")
 ATTENTION = AttentionCase("tiny", "none", Heads(4, 2, 16), Heads(4, 4, 8), 1, 48)
 MAPS = AttentionCase("maps", "", Heads(2, 2, 8), Heads(2, 2, 8), 1, 32, "none", "weighted")
-HEAD = HeadCase("tiny-head", "none", 24, 300, 16, 8, shows_rows=True)
+HEAD = HeadCase("tiny-head", "none", 24, 300, 16, 8)
 STEP = steps.ShortStep(
     "tiny", "of a test", 2, 8, hidden_size=24, num_layers=2, teacher_layers=4, teacher_width=24
 )
-PAIR = steps.LlamaStep(
-    "llama", "", 1, 32, steps.Llama("tiny", 32, 48, 1, 4, 2, 64), "attention+logits"
-)
+PAIR = steps.LlamaStep("llama", "", 1, 32, steps.Llama("tiny", 32, 48, 1, 4, 2, 64))
 EAGER, DIRECT = named("eager"), named("direct")
 STREAMKL = "streamkl[streamkl.inner=eager]"  # strict: a KL that is not fused is an error
 PEERS = ("trl", "nitrobrew", "liger_chunked")
+BY_HAND = ("direct", "direct[reduction=none]", "program", "program[reduction=none]")
 
 
 def rows_of(case: Case, *providers: Provider, seconds: float = 0.01) -> dict[str, Row]:
@@ -64,16 +62,16 @@ def rows_of(case: Case, *providers: Provider, seconds: float = 0.01) -> dict[str
 # ------------------------------------------------------------------------------------------- gate
 RIGHT: list[tuple[Case, tuple[str, ...]]] = [
     (replace(ATTENTION, mask="none", softcap=5.0), ("eager", "checkpoint", "direct")),
-    (replace(MAPS, has_programs=True), ("program",)),
+    *((replace(MAPS, mask=x), ("program",)) for x in ("none", "causal")),
     (replace(MAPS, mask="causal", divergence="js"), ("eager",)),
-    (indexer.programs("cpu", True)[0], ("program",)),
-    (indexer.chosen_keys("cpu", True)[0], ("eager", "chosen", "torch")),
+    *((x, ("program",)) for x in SUITES["programs"].quick if x.name == "indexer"),
+    (SUITES["chosen"].quick[0], ("eager", "direct", "direct[impl=torch]")),
     *((replace(STEP, objective=x), ("eager", STREAMKL)) for x in ("relations", "maps")),
     *(
-        (head, ("eager", "direct", "checkpoint", *PEERS, *head.own()))
+        (head, ("eager", *BY_HAND, "checkpoint", *PEERS))
         for head in (replace(HEAD, loss=loss) for loss in heads.LOSSES)
     ),
-    *((replace(x, seqlen=64), ("direct[impl=torch]",)) for x in suites.matrix("cpu", True)),
+    *((replace(x, seqlen=64), ("direct[impl=torch]",)) for x in SUITES["matrix"].quick),
 ]  # fmt: skip
 
 
@@ -367,7 +365,7 @@ def test_graph_providers_are_compiled_with_what_torch_accepts(
 # ------------------------------------------------------------------------------------ command line
 def run(path: Path, monkeypatch: Any, cases: list[Case], *providers: Provider) -> tuple[int, Any]:
     """Runs the command with these cases and providers; its status and its record."""
-    monkeypatch.setitem(suites.SUITES, "usual", suites.Suite("some", lambda *_: cases))
+    monkeypatch.setitem(suites.SUITES, "usual", suites.Suite("some", cpu=cases))
     monkeypatch.setattr(command, "limit_memory", lambda: None)
     monkeypatch.setattr(command, "of_case", lambda *_: list(providers))
     arguments = ["--device", "cpu", "--providers", "any", "--seconds", "0.01", "--json", str(path)]
@@ -433,7 +431,7 @@ def test_suites_have_no_case_twice_and_the_matrix_covers_what_it_promises() -> N
         for device, quick in (("cpu", False), ("cpu", True), ("cuda", False), ("cuda", True)):
             labels = [c.label for c in suite.build(device, quick)]
             assert len(set(labels)) == len(labels)
-    cells: Any = suites.matrix("cuda", quick=False)
+    cells: Any = SUITES["matrix"].cuda
     alike = [c for c in cells if c.student == c.teacher and not c.queries]
     plain = {(c.student.head_dim, c.mask, c.seqlen) for c in alike}
     for dim in (32, 64, 96, 128, 192, 256):
@@ -559,17 +557,3 @@ def test_rows_of_cases_that_ranks_share(tmp_path: Path, processes: int, cases: l
     rows = [row for row in record.rows if row.case == "vocabulary"]
     assert [x.provider for x in rows] == ["one GPU", "streamkl", "five all-reduces", "DTensor"]
     assert [x.provider for x in rows if "model_of_one_gpu" in x.more] == ["streamkl"]
-
-
-@pytest.mark.slow
-def test_a_run_at_size(tmp_path: Path) -> None:
-    """Both ways see the same tokens and learn the same."""
-    path = tmp_path / "at_size.json"
-    given = ["--device", "cpu", "--steps", "3", "--seqlen", "16", "--json", str(path)]
-    assert at_size.main([*given, "--ways", "eager", "linear_topk_kl"]) == 0
-    eager, ours = Record.load(path).rows
-    assert eager.samples == ours.samples == 3
-    assert eager.more["first_loss"] != eager.more["last_loss"]
-    assert ours.loss_error is not None and ours.loss_error < 1e-4
-    tokens = 2 * 2 * 16 / ours.ms() * 1e3  # type: ignore[operator]
-    assert ours.more["tokens_per_s"] == pytest.approx(tokens)

@@ -174,7 +174,7 @@ def bytes_of_the_model_of_costs(me: Rank) -> None:
     ):  # fmt: skip
         case = make(me.mesh, me.device)
         for name in ours:
-            problem = dict(case.make)[name]()
+            problem = case.make[name]()
             with counted_bytes(me.size) as received:
                 problem.step()
             # a mean adds a number of each rank

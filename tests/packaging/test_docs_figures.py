@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
 import subprocess
@@ -341,6 +342,30 @@ def test_row_programs_have_the_figures_of_the_record() -> None:
             for i, provider in ((0, "inductor"), (2, "streamkl")):
                 figures = f"{cells[i]} ms, {cells[i + 1]} MiB"
                 assert_figures(figures, "row_programs_cpu", f"compiled: {case}, N={n}", provider)
+
+
+def test_the_long_run_has_the_figures_of_its_record() -> None:
+    found = json.loads((results.FOLDER / "long_run.json").read_text())["verdict"]
+    assert found["is_within_band"] and found["resumed_off_by"] <= 0.001
+    page = (ROOT / "docs/evidence/long-run.md").read_text()
+    for name, apart, held_out in (
+        ("eager code", "", "eager"), ("eager code, other seed", "band_of_two_seeds", "other_seed"),
+        ("torch_streamkl, same seed", "distance_of_plugin", "plugin"),
+    ):  # fmt: skip
+        cell = f" {found[apart]:.3f}" if apart else ""
+        assert f"| {name} |{cell} | {found[f'held_out_{held_out}']:.4f} |\n" in page
+
+
+def test_the_run_at_size_has_the_figures_of_its_record() -> None:
+    record = "h100-two-at-size"
+    names = {"inductor": "naive code with `torch.compile`", "linear_topk_kl": "`linear_topk_kl`"}
+    for row in records()[record].rows:
+        assert (row.loss_error or 0.0) < 3.5e-4  # "by 0.03 % at most"
+        begin = f"{names[row.provider]} |"
+        *_, tokens, with_weights, above = cells_of("docs/evidence/several-gpus.md", begin)
+        assert float(tokens.replace(",", "")) == round(row.more["tokens_per_s"], -2)
+        assert with_weights == f"{row.more['peak_with_weights_mib'] / 1024:.1f} GiB"
+        assert_figures(f"113 ms, {above}", record, "at size", row.provider)
 
 
 @pytest.mark.parametrize(("page", "record"), [(p, r) for p, x in TEXTS.items() for r in x])
