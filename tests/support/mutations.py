@@ -943,9 +943,9 @@ FAULTS = (
         f"{OPTIONS_OF_RANKS}[weights_and_masks_of_tokens_on_a_mesh]",
     ),
     Fault(
-        "torch_streamkl/distributed/no_tokens.py",
-        '(reduction == "batchmean" and tokens[0] == 0)',
-        'reduction == "batchmean"',
+        PLACED,
+        "denominator(None, reduction, tokens)",
+        'denominator(None, "mean", tokens)',
         f"{OPTIONS_OF_RANKS}[calls_without_tokens]",
     ),
     Fault(
