@@ -36,6 +36,18 @@ class Keys:
 ALL_KEYS = Keys()
 
 
+def visible_keys(
+    rows: slice, shift: int, num_keys: int, left: int | None, right: int | None
+) -> slice:
+    """Returns the keys that a window admits for some of the rows, maybe none.
+
+    ``shift`` is num_keys - num_rows.
+    """
+    start = 0 if left is None else min(num_keys, max(0, rows.start + shift - left))
+    stop = num_keys if right is None else min(num_keys, rows.stop + shift + right)
+    return slice(start, max(start, stop))
+
+
 def shift_of(num_rows: Size, num_keys: Size) -> Node:
     """Returns how many keys stand before the first row's own."""
     return linear(0.0, [(1.0, size_of(num_keys)), (-1.0, size_of(num_rows))])
