@@ -51,7 +51,7 @@ def linear_kl_together(function: Callable[..., Tensor], *args: Any, **kwargs: An
     if is_compiling():  # every rank traces the same program
         return function(*args, **kwargs)
     ranks = _ranks_of(kwargs["group"])
-    value: Tensor = on_group(function, args, kwargs, ranks, OWN, lambda given: function(**given))
+    value: Tensor = on_group(function, args, kwargs, ranks, OWN)
     return value
 
 
