@@ -38,10 +38,9 @@ registered with it (writes.py follows what they write).
   operation is then made by canonical.py (`linear`, `product`, `quotient`, `exponential`,
   `logarithm`, `choose`, `compare`, `function`).
 - Shape, type, gradient and limits of the result are not the rule's business: `Reader.fitted`.
-- What is to run as it is written is made by `graph.apply` instead; `reductions.canonical` gives
-  its normal form.
+- What is to run as it is written is made by `graph.apply` instead.
 - A mask is ``choose(condition, score, fill)``. Masks of -inf are one form however they are added;
-  other fills stay in the score until it is read. `masks.structure_of` takes conditions apart.
+  other fills stay in the score until it is read.
 
 Axes that are free in an expression have names of this process: a program that leaves it is made of
 the row, key and head axes of `graph` (rows/program.py).

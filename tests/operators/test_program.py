@@ -17,10 +17,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tests.support.evaluate_program import evaluate
 from tests.support.naive_programs import new_dims
+from tests.support.normal_form import canonical as normal
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reading.arrays import Array
 from torch_streamkl.fx_passes.reading.sizes import Sizes
-from torch_streamkl.program import canonical, masks
+from torch_streamkl.program import canonical
 from torch_streamkl.program.graph import (
     ANY,
     BOOL,
@@ -41,7 +42,6 @@ from torch_streamkl.program.graph import (
     reduce,
     size_of,
 )
-from torch_streamkl.program.reductions import canonical as normal
 from torch_streamkl.program.reductions import detached, rounded, substitute
 from torch_streamkl.program.walks import walk
 
@@ -290,19 +290,6 @@ def test_selected_keys_keep_the_normaliser_of_all() -> None:
     found = evaluate(substitute(atom, {j: ids}), tensors, order=[r, s])
     expected = tensors["x"].log_softmax(-1).gather(1, tensors["ids"])
     torch.testing.assert_close(found, expected)
-
-
-def test_windows_are_structure_again() -> None:
-    row, key = Axis("i", 6), Axis("j", 8)
-    shift = masks.shift_of(6, 8)
-    condition = masks.window(row, key, 3, 0, shift)
-    x = capture("z", FLOAT, at=[index(row), index(key)])
-    score = canonical.choose(condition, x, const(-math.inf))
-    tensor = capture("m", BOOL, at=[index(row), index(key)])
-    found = masks.structure_of({*canonical.literals(score.args[0]), tensor}, row, key)
-    assert found == masks.Mask(1.0, 2.0, None, frozenset((tensor,)))
-    lengths = canonical.nonnegative(canonical.linear(4.0, [(-1.0, index(key))]))
-    assert masks.structure_of([lengths], row, key).num_keys == 5.0
 
 
 def test_symbolic_sizes_are_interned() -> None:

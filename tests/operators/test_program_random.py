@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.support.evaluate_program import evaluate
+from tests.support.normal_form import canonical
 from torch_streamkl.program.derive import adjoints
 from torch_streamkl.program.graph import (
     BOOL,
@@ -33,7 +34,6 @@ from torch_streamkl.program.graph import (
     reduce,
 )
 from torch_streamkl.program.operations import Build
-from torch_streamkl.program.reductions import canonical
 from torch_streamkl.program.walks import rebuilt, walk, with_args
 
 ROW, KEY = Axis("row", 3), Axis("key", 5)

@@ -9,6 +9,7 @@ import math
 import torch
 
 from tests.support.evaluate_program import evaluate
+from tests.support.normal_form import canonical
 from torch_streamkl.fx_passes.closed_forms.form import STUDENT, RowValue
 from torch_streamkl.fx_passes.closed_forms.masks import conditions_of
 from torch_streamkl.fx_passes.closed_forms.match import around
@@ -17,7 +18,7 @@ from torch_streamkl.program.canonical import all_of, choose, linear, log_softmax
 from torch_streamkl.program.functions import exponential, logarithm, quotient
 from torch_streamkl.program.graph import SUM, Source, const, size_of
 from torch_streamkl.program.identities import LOG_P, LOG_S
-from torch_streamkl.program.reductions import canonical, reduced, remade
+from torch_streamkl.program.reductions import reduced, remade
 from torch_streamkl.program.walks import rebuilt
 
 

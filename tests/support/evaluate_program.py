@@ -6,11 +6,22 @@ One dimension an axis. Nothing is fast here: what runs is written by rows/ and k
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from torch_streamkl.program.graph import ANY, ARGMAX, FLOAT, INT, LOGSUMEXP, MAX, Axis, ordered
+from torch_streamkl.program.graph import (
+    ANY,
+    ARGMAX,
+    FLOAT,
+    INT,
+    KEY,
+    LOGSUMEXP,
+    MAX,
+    ROW,
+    Axis,
+)
 from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.walks import walk
 
@@ -159,3 +170,9 @@ def _aligned(args):
         shape = iter(permuted.shape)
         found.append(permuted.reshape([next(shape) if a in own else 1 for a in axes]))
     return found, axes
+
+
+def ordered(axes: Iterable[Axis]) -> list[Axis]:
+    """Returns axes in the order of a tensor's dimensions: heads, rows, keys, and any others."""
+    last = {ROW.name: 1, KEY.name: 2}
+    return sorted(axes, key=lambda a: (last.get(a.name, 0), repr(a)))

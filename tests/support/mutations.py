@@ -267,9 +267,9 @@ FAULTS = (
         _streaming("causal"),
     ),
     Fault(
-        "torch_streamkl/attention/torch_scores.py",
-        "min(self.problem.seqlen_k, stop + right)",
-        "min(self.problem.seqlen_k, stop + right - 1)",
+        "torch_streamkl/program/masks.py",
+        "rows.stop + shift + right)",
+        "rows.stop + shift + right - 1)",
         _streaming("causal"),
     ),
     Fault(
@@ -638,9 +638,9 @@ FAULTS = (
         "operators/test_row_programs.py",
     ),
     Fault(
-        "torch_streamkl/rows/problem.py",
-        "stop = max(first, min(stop, rows.stop + shift + keys.right))",
-        "stop = max(first, min(stop, rows.start + shift + keys.right))",
+        "torch_streamkl/program/masks.py",
+        "min(num_keys, rows.stop + shift + right)",
+        "min(num_keys, rows.start + shift + right)",
         "operators/test_row_programs.py",
     ),
     Fault(
@@ -943,9 +943,9 @@ FAULTS = (
         f"{OPTIONS_OF_RANKS}[weights_and_masks_of_tokens_on_a_mesh]",
     ),
     Fault(
-        "torch_streamkl/distributed/no_tokens.py",
-        '(reduction == "batchmean" and tokens[0] == 0)',
-        'reduction == "batchmean"',
+        PLACED,
+        "denominator(None, reduction, tokens)",
+        'denominator(None, "mean", tokens)',
         f"{OPTIONS_OF_RANKS}[calls_without_tokens]",
     ),
     Fault(

@@ -41,6 +41,7 @@ from torch_streamkl.attention.problem import (
 )
 from torch_streamkl.cpu import compiled
 from torch_streamkl.cpu.compiled import Described
+from torch_streamkl.program.masks import visible_keys
 
 QUERY_TILE_ELEMENTS = 2**19  # scores of one side, of grouped heads (GQA)
 MOST_AT_ONCE = 4  # such groups of heads, one a thread
@@ -356,13 +357,11 @@ def _bounds(problem: AttentionProblem) -> dict[str, Tensor]:
 
 def _visible_keys(problem: AttentionProblem, queries: slice) -> slice:
     """Returns the keys that the window admits for some of the queries; at least one key."""
-    offset = bottom_right_offset(problem.seqlen_q, problem.seqlen_k)
-    start, stop = 0, problem.seqlen_k
-    if problem.window_left is not None:
-        start = min(max(start, queries.start + offset - problem.window_left), stop - 1)
-    if problem.window_right is not None:
-        stop = min(stop, queries.stop + offset + problem.window_right)
-    return slice(start, max(stop, start + 1))
+    num_keys = problem.seqlen_k
+    offset = bottom_right_offset(problem.seqlen_q, num_keys)
+    seen = visible_keys(queries, offset, num_keys, problem.window_left, problem.window_right)
+    start = min(seen.start, num_keys - 1)
+    return slice(start, max(seen.stop, start + 1))
 
 
 def _tile_of(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_streamkl.attention.problem import AttentionProblem, Side, bottom_right_offset
 from torch_streamkl.cpu import elementwise
+from torch_streamkl.program.masks import visible_keys
 from torch_streamkl.runtime.workspace import ranges
 
 # Scores of one side in one block. About ten temporaries of this size are alive in a block, and
@@ -115,12 +116,10 @@ class Blocks:
         """Yields blocks of keys that the window admits for at least one of the rows, with their
         masks: None where every key is allowed.
         """
-        left, right = self.problem.window_left, self.problem.window_right
-        first, stop = rows.queries.start + self.offset, rows.queries.stop + self.offset
-        start = 0 if left is None else max(0, first - left)
-        end = self.problem.seqlen_k if right is None else min(self.problem.seqlen_k, stop + right)
-        for part in ranges(max(0, end - start), self.sizes.keys):
-            keys = slice(start + part.start, start + part.stop)
+        p = self.problem
+        seen = visible_keys(rows.queries, self.offset, p.seqlen_k, p.window_left, p.window_right)
+        for part in ranges(seen.stop - seen.start, self.sizes.keys):
+            keys = slice(seen.start + part.start, seen.start + part.stop)
             yield keys, self._mask(rows, keys)
 
     def _mask(self, rows: QueryBlock, keys: slice) -> Mask | None:

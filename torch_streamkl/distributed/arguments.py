@@ -90,14 +90,20 @@ def compared(
     kwargs: Mapping[str, Any],
     own: Own,
     check: Callable[[], Any],
+    explain: Callable[[], Any] | None = None,
 ) -> Any:
     """Returns ``check()`` of a call with DTensors, after the ranks of their mesh compared it.
 
     What they then compute, exchange or refuse is the same on all of them. A compiler traces the
-    same program on every rank.
+    same program on every rank. If arguments differ, ``explain()`` raises what a rank would alone;
+    by default it tries the call on tensors without values.
     """
     if is_compiling():
         return check()
+
+    def tried() -> None:
+        check_without_numbers(function, bound(function, args, kwargs))
+
     placed = next(x for x in (*args, *kwargs.values()) if isinstance(x, DTensor))
     return together_on_mesh(
         placed.device_mesh,
@@ -105,7 +111,7 @@ def compared(
         f"{function.__name__} of DTensors",
         lambda: described(bound(function, args, kwargs), own, placed.device),
         check,
-        lambda: check_without_numbers(function, bound(function, args, kwargs)),
+        explain or tried,
     )
 
 
@@ -115,12 +121,14 @@ def on_group(
     kwargs: Mapping[str, Any],
     group: ProcessGroup,
     own: Own,
-    call: Callable[[dict[str, Any]], Any],
+    call: Callable[[dict[str, Any]], Any] | None = None,
 ) -> Any:
-    """Returns ``call(given)`` of a call's arguments by name, after a group's ranks compared them.
+    """Returns ``function(...)``, or ``call(given)`` of its arguments by name, after the ranks of a
+    group compared them.
 
     All ranks compute, or none does: what one of them refuses is raised on all.
     """
+    run = (lambda given: function(**given)) if call is None else call
 
     def given() -> dict[str, Any]:
         found = dict(bound(function, args, kwargs))
@@ -130,7 +138,7 @@ def on_group(
     device = next((x.device for x in tensors), torch.device("cpu"))
     name = function.__name__
     return together(
-        group, device, name, lambda: described(given(), own, device), lambda: call(given())
+        group, device, name, lambda: described(given(), own, device), lambda: run(given())
     )
 
 

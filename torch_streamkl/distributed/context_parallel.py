@@ -36,7 +36,6 @@ from torch_streamkl.distributed.sequence import (
     ranges_of_sequence,
     some_heads,
     some_rows,
-    whole_sequence,
 )
 from torch_streamkl.distributed.summed_gradient import summed, with_summed_gradient
 from torch_streamkl.divergences.names import Reduction
@@ -198,18 +197,19 @@ def _by_rows(
     how = (ranks.name, ranks.size, ranks.load_balance)
     student_q, teacher_q = given["student_q"], given["teacher_q"]
     left, right = keys.bounds
+    num_keys = given["student_k"].shape[2] * ranks.size
     if keys.packing is None and left is None and right is None:  # rows are all alike
-        student_k, teacher_k = (whole_sequence(given[f"{x}_k"], *how) for x in SIDES)
+        whole = ((0, num_keys),)
+        (student_k,), (teacher_k,) = (
+            ranges_of_sequence(given[f"{x}_k"], *how, whole) for x in SIDES
+        )
         return interface.attention_kl(
             student_q, student_k, teacher_q, teacher_k, key_lengths=keys.lengths, **options
         )
     chunks = chunks_of(ranks.rank, ranks.size, ranks.load_balance)
     num_rows = student_q.shape[2] // len(chunks)
     firsts = [chunk * num_rows for chunk in chunks]
-    bounds = tuple(
-        _keys_of(first, num_rows, given["student_k"].shape[2] * ranks.size, keys)
-        for first in firsts
-    )
+    bounds = tuple(_keys_of(first, num_rows, num_keys, keys) for first in firsts)
     values = []
     for first, (start, stop), *tensors in zip(
         firsts,

@@ -28,10 +28,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torch_streamkl import checks
-from torch_streamkl.distributed import no_tokens, sharding
+from torch_streamkl.distributed import sharding
 from torch_streamkl.distributed.arguments import bound, compared
 from torch_streamkl.distributed.linear import OWN, UnsummedGroup
 from torch_streamkl.distributed.summed_gradient import summed, with_summed_gradient
+from torch_streamkl.linear.reductions import denominator
 
 if TYPE_CHECKING:
     from torch_streamkl.attention.arguments import Inputs, Settings
@@ -176,14 +177,11 @@ def linear_kl_dtensor(function: Callable[..., Tensor], *args: Any, **kwargs: Any
         local["reduction"] = "sum"
     elif is_reduced and layout.shared_rows:
         local |= {"reduction": "sum", "row_weight": _share(local, reduction, tokens, layout)}
-    if 0 in own_tokens:
-        local |= no_tokens.one_that_does_not_count(local)
     result = function(**local)
     if reduction == "none":
-        rows = no_tokens.rows_of(result, own_tokens) if 0 in own_tokens else result
-        return _rows(rows, given["student_hidden"], layout)
+        return _rows(result, given["student_hidden"], layout)
     if 0 in tokens:
-        result = no_tokens.mean_of_none(result, reduction, tokens)
+        result = result / denominator(None, reduction, tokens)
     for dim in layout.shared_rows:
         result = summed(result, layout.group(dim).group_name)
     return replicated(result, layout.mesh)

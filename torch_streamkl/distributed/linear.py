@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_streamkl.compiler_marks import is_compiling
-from torch_streamkl.distributed import linear_ops, no_tokens
+from torch_streamkl.distributed import linear_ops
 from torch_streamkl.distributed.arguments import Own, on_group
 from torch_streamkl.distributed.collectives import group_of
 from torch_streamkl.distributed.summed_gradient import with_summed_gradient
@@ -52,23 +51,8 @@ def linear_kl_together(function: Callable[..., Tensor], *args: Any, **kwargs: An
     if is_compiling():  # every rank traces the same program
         return function(*args, **kwargs)
     ranks = _ranks_of(kwargs["group"])
-    run = functools.partial(_of_any_tokens, function)
-    value: Tensor = on_group(function, args, kwargs, ranks, OWN, run)
+    value: Tensor = on_group(function, args, kwargs, ranks, OWN)
     return value
-
-
-def _of_any_tokens(function: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
-    """Calls ``function(**given)``, also without a token."""
-    if isinstance(given["group"], UnsummedGroup) or not no_tokens.has_no_token(given):
-        return function(**given)
-    tokens, reduction = given["student_hidden"].shape[:-1], given["reduction"]
-    changed = no_tokens.one_that_does_not_count(given)
-    if reduction in ("mean", "batchmean"):
-        changed["reduction"] = "sum"
-    value = function(**{**given, **changed})
-    if reduction == "none":
-        return no_tokens.rows_of(value, tokens)
-    return no_tokens.mean_of_none(value, reduction, tokens)
 
 
 def shard_arguments_of(

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from torch_streamkl import checks
 from torch_streamkl.distributed import collectives
-from torch_streamkl.distributed.agreement import agree, together, together_on_mesh
-from torch_streamkl.distributed.arguments import Own, bound, described
+from torch_streamkl.distributed.agreement import agree
+from torch_streamkl.distributed.arguments import Own, bound, compared, on_group
 from torch_streamkl.distributed.dtensors import vocab_dim_of
 
 _P = ParamSpec("_P")
@@ -31,19 +31,13 @@ def _on_all_ranks(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
         given = {**dict(zip(("weight", "ranges"), args, strict=False)), **kwargs}
         weight, like, group = (given.get(name) for name in ("weight", "like", "group"))
-        device = weight.device if isinstance(weight, Tensor) else torch.device("cpu")
-
-        def describe() -> dict[str, str]:
-            return described(bound(function, args, kwargs), OWN, device)
-
         placed = weight if isinstance(weight, DTensor) or group is not None else like
         if isinstance(placed, DTensor):
-            device = placed.device
-            shared: ProcessGroup = together_on_mesh(
-                placed.device_mesh,
-                device,
-                "reshard_vocab of a DTensor",
-                describe,
+            shared: ProcessGroup = compared(
+                function,
+                args,
+                kwargs,
+                OWN,
                 lambda: _group_of(**bound(function, args, kwargs)),
                 lambda: None,
             )
@@ -51,9 +45,7 @@ def _on_all_ranks(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
             raise ValueError("a weight that is no DTensor needs a group, got None")
         else:
             shared = collectives.group_of(group)  # type: ignore[arg-type]
-        moved: Tensor = together(
-            shared, device, "reshard_vocab", describe, lambda: function(*args, **kwargs)
-        )
+        moved: Tensor = on_group(function, args, kwargs, shared, OWN)
         return moved
 
     return call

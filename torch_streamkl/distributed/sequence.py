@@ -4,9 +4,8 @@ With ``"head_tail"``, a sequence has 2 n chunks, and rank r has the chunks r and
 a causal mask every rank then computes the same number of pairs. With None, rank r has the r-th of
 n equal parts.
 
-`whole_sequence` gathers all rows on every rank, and `ranges_of_sequence` those of some ranges.
-`some_heads` and `some_rows` exchange rows for heads by an all-to-all, and back. All of them
-differentiate.
+`ranges_of_sequence` gathers ranges of the sequence on every rank. `some_heads` and `some_rows`
+exchange rows for heads by an all-to-all, and back. All of them differentiate.
 """
 
 from __future__ import annotations
@@ -102,35 +101,6 @@ def by_rank(x: Tensor, num_ranks: int, load_balance: str | None) -> Tensor:
     return parts.movedim(2, 0).contiguous()
 
 
-def _gathered(x: Tensor, group_name: str, size: int, load_balance: str | None) -> Tensor:
-    """All ranks' rows in the order of the sequence."""
-    parts = collectives.wait(collectives.all_gather(x.contiguous(), size, group_name))
-    return in_order(parts.unflatten(0, (size, -1)), load_balance)
-
-
-def _summed(parts: Tensor, group_name: str) -> Tensor:
-    """This rank's part of [ranks, batch, heads, rows, ...], summed over ranks."""
-    reduced = collectives.reduce_scatter(parts.flatten(0, 1), parts.shape[0], group_name)
-    return collectives.wait(reduced)
-
-
-class _WholeSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group_name: str, size: int, balance: str | None) -> Tensor:
-        ctx.how = (group_name, size, balance)
-        return _gathered(x, group_name, size, balance)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        group_name, size, balance = ctx.how
-        return _summed(by_rank(grad, size, balance), group_name), None, None, None
-
-
-def whole_sequence(x: Tensor, group_name: str, size: int, load_balance: str | None) -> Tensor:
-    """Gathers all ranks' rows in the order of the sequence; the backward reduce-scatters."""
-    return _WholeSequence.apply(x, group_name, size, load_balance)
-
-
 class _Ranges(torch.autograd.Function):
     """Gathers all rows, and returns views of some ranges of them.
 
@@ -145,7 +115,8 @@ class _Ranges(torch.autograd.Function):
         ctx.how = (group_name, size, balance, bounds)
         ctx.shape = tuple(x.shape)
         ctx.set_materialize_grads(False)
-        whole = _gathered(x, group_name, size, balance)
+        parts = collectives.wait(collectives.all_gather(x.contiguous(), size, group_name))
+        whole = in_order(parts.unflatten(0, (size, -1)), balance)
         return tuple(whole[:, :, start:stop] for start, stop in bounds)
 
     @staticmethod
@@ -186,7 +157,8 @@ def _sum_of_ranges(
             if low < high:
                 part = given[:, :, low - start : high - start]
                 rows[:, :, low - first : high - first] += part
-    return _summed(parts, group_name)
+    reduced = collectives.reduce_scatter(parts.flatten(0, 1), size, group_name)
+    return collectives.wait(reduced)
 
 
 def _rows_of_parts(parts: Tensor, load_balance: str | None) -> Iterator[tuple[int, Tensor]]:

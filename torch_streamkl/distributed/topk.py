@@ -27,7 +27,7 @@ def together(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if is_compiling():  # every rank traces the same program
         return function(*args, **kwargs)
     group = collectives.group_of(kwargs["group"])
-    return on_group(function, args, kwargs, group, OWN, lambda given: function(**given))
+    return on_group(function, args, kwargs, group, OWN)
 
 
 def shared(tensors: list[Any], options: Options) -> tuple[list[Any], tuple[str, int]]:

@@ -27,7 +27,7 @@ from torch_streamkl.linear.arguments import (
     check_labels,
     checked_options,
 )
-from torch_streamkl.linear.reductions import TokenReduction, per_token
+from torch_streamkl.linear.reductions import TokenReduction, needed_gradients, per_token
 from torch_streamkl.loading import distributed
 from torch_streamkl.registration import without_autocast
 
@@ -225,8 +225,9 @@ def linear_kl(
     if impl != "reference":
         checks.refuse_transforms("linear_kl")
         flop_counts.register()
-    if impl != "reference" and _computes_in_forward(strategy, reduction, tensors):
-        return _sum_in_forward(tensors, of_operator, *how)
+    needs_grad = needed_gradients(tensors[:6])
+    if impl != "reference" and _computes_in_forward(strategy, reduction, tensors, needs_grad):
+        return _sum_in_forward(tensors, of_operator, needs_grad, *how)
     return _per_token(tensors, of_operator, *how)
 
 
@@ -317,17 +318,16 @@ class LinearKL(nn.Module):
 _TENSORS = tuple(x for x in inspect.signature(linear_kl).parameters if x not in Options._fields)
 
 
-def _computes_in_forward(strategy: str, reduction: str, tensors: list[Any]) -> bool:
-    differentiated = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in tensors[:6]
-    )
+def _computes_in_forward(
+    strategy: str, reduction: str, tensors: list[Any], needs_grad: list[bool]
+) -> bool:
     if strategy == "recompute" or tensors[0].shape[0] == 0:  # no token has no weight in a mean
         return False
     if strategy == "forward":
         return True
     return (
         reduction != "none"
-        and differentiated
+        and any(needs_grad)
         and torch.float16 not in (tensors[0].dtype, tensors[2].dtype)
     )
 
@@ -335,19 +335,16 @@ def _computes_in_forward(strategy: str, reduction: str, tensors: list[Any]) -> b
 def _sum_in_forward(
     tensors: list[Any],
     options: dict[str, Any],
+    needs_grad: list[bool],
     rows: TokenReduction,
     hard_weight: float,
     places: Any,
 ) -> Tensor:
-    is_double = torch.float64 in (tensors[0].dtype, tensors[2].dtype)
-    factor = rows.weights(tensors[0], torch.float64 if is_double else torch.float32)
+    factor = rows.weights(tensors[0], tensors[2])
     hard_factor = None
     if tensors[6] is not None:
         # at 0 the cross-entropy is not there: it may be infinite
         hard_factor = factor * hard_weight if hard_weight else torch.zeros_like(factor)
-    needs_grad = [
-        x is not None and x.requires_grad and torch.is_grad_enabled() for x in tensors[:6]
-    ]
     arguments = (*tensors, factor, hard_factor, needs_grad)
     total: Tensor
     if places is not None:

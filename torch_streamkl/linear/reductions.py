@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,11 @@ def per_token(
     return counted, factor
 
 
+def needed_gradients(tensors: Iterable[Tensor | None]) -> list[bool]:
+    """Says which of a call's tensors get a gradient."""
+    return [x is not None and x.requires_grad and torch.is_grad_enabled() for x in tensors]
+
+
 def _expanded(x: Tensor, tokens: tuple[int, ...]) -> Tensor:
     return x.expand(tokens).reshape(-1)
 
@@ -43,9 +49,11 @@ class TokenReduction:
     counted: Tensor | None  # [num_tokens], boolean; None counts all
     factor: Tensor | None  # [num_tokens]
 
-    def weights(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the factor of each token's value in the reduction."""
-        weight = hidden.new_ones(hidden.shape[0], dtype=dtype)
+    def weights(self, *hidden: Tensor) -> Tensor:
+        """Returns the factor of each token's value in the reduction, in the dtype of values."""
+        is_double = torch.float64 in [x.dtype for x in hidden]
+        dtype = torch.float64 if is_double else torch.float32
+        weight = hidden[0].new_ones(hidden[0].shape[0], dtype=dtype)
         if self.factor is not None:
             weight = self.factor.to(dtype)
         if self.counted is not None:

@@ -115,7 +115,7 @@ class Node:
     ``value``: a constant's, the number of a dot or capture.
     """
 
-    __slots__ = ("__weakref__", "args", "axes", "canonical", "depth", "digest", "dtype", "flows",
+    __slots__ = ("__weakref__", "args", "axes", "depth", "digest", "dtype", "flows",
                  "is_finite", "kind", "level", "op", "range", "value")  # fmt: skip
     op: str
     args: tuple[Node, ...]
@@ -129,7 +129,6 @@ class Node:
     depth: int  # of the expression
     kind: str  # of a reduction, empty for any other expression
     flows: bool  # whether gradient flows to a captured tensor of a user's program
-    canonical: Node | bool  # what reductions.canonical has found, True for itself
 
     def __reduce__(self) -> Any:
         about = self.dtype, self.axes, self.is_finite, self.range
@@ -204,7 +203,7 @@ def intern(
             node.op, node.args, node.value, node.dtype = op, args, value, dtype
             low, high = range
             node.range = (-math.inf if low != low else low, math.inf if high != high else high)
-            node.axes, node.is_finite, node.canonical = axes, is_finite, False
+            node.axes, node.is_finite = axes, is_finite
             own = f"{op}|{value!r}" if args else f"{op}|{value!r}|{dtype}|{sorted(axes, key=repr)}"
             parts = hashlib.blake2b(own.encode(), digest_size=12)
             digests = [a.digest for a in args]
@@ -391,12 +390,6 @@ def axes_of(op: str, args: Iterable[Node]) -> frozenset[Axis]:
 
 def _is_head(axis: Axis) -> bool:
     return isinstance(axis.name, tuple) and axis.name[0] == _HEAD
-
-
-def ordered(axes: Iterable[Axis]) -> list[Axis]:
-    """Returns axes in the order of a tensor's dimensions: heads, rows, keys, and any others."""
-    last = {ROW.name: 1, KEY.name: 2}
-    return sorted(axes, key=lambda a: (last.get(a.name, 0), repr(a)))
 
 
 def is_factor(node: Node) -> bool:

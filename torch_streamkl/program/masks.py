@@ -1,14 +1,12 @@
 """Represents masks as data by which kernels skip keys, and as conditions of an expression.
 
 Row i is at the position of key i + num_keys - num_rows. A mask enters an expression as
-``where(condition, score, fill)``, whose condition is a conjunction. `structure_of` reads the
-structure back from it.
+``where(condition, score, fill)``, whose condition is a conjunction.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch_streamkl.program.canonical import (
@@ -18,10 +16,8 @@ from torch_streamkl.program.canonical import (
     linear,
     literals,
     negation,
-    nonnegative,
-    terms_of,
 )
-from torch_streamkl.program.graph import Axis, Node, Size, index, size_of
+from torch_streamkl.program.graph import Node, Size, size_of
 
 
 @dataclass(frozen=True)
@@ -40,58 +36,21 @@ class Keys:
 ALL_KEYS = Keys()
 
 
-@dataclass(frozen=True)
-class Mask:
-    """Holds the parts of a condition on rows and keys.
+def visible_keys(
+    rows: slice, shift: int, num_keys: int, left: int | None, right: int | None
+) -> slice:
+    """Returns the keys that a window admits for some of the rows, maybe none.
 
-    ``left`` and ``right`` bound the key's position relative to the row's index: right is 0 where
-    key <= row. ``num_keys`` is the first key of no row. ``others`` are conditions without that
-    structure: captured tensors, equalities, what a row is.
+    ``shift`` is num_keys - num_rows.
     """
-
-    left: float | None = None
-    right: float | None = None
-    num_keys: float | None = None
-    others: frozenset[Node] = frozenset()
-
-
-def window(row: Axis, key: Axis, left: float | None, right: float | None, shift: Node) -> Node:
-    """Returns the condition of a window; ``shift`` is num_keys - num_rows."""
-    i, j = index(row), index(key)
-    ends = []
-    if left is not None:
-        ends.append(nonnegative(linear(left, [(1.0, j), (-1.0, i), (-1.0, shift)])))
-    if right is not None:
-        ends.append(nonnegative(linear(right, [(-1.0, j), (1.0, i), (1.0, shift)])))
-    return all_of(*ends)
+    start = 0 if left is None else min(num_keys, max(0, rows.start + shift - left))
+    stop = num_keys if right is None else min(num_keys, rows.stop + shift + right)
+    return slice(start, max(start, stop))
 
 
 def shift_of(num_rows: Size, num_keys: Size) -> Node:
     """Returns how many keys stand before the first row's own."""
     return linear(0.0, [(1.0, size_of(num_keys)), (-1.0, size_of(num_rows))])
-
-
-def structure_of(conditions: Iterable[Node], row: Axis, key: Axis) -> Mask:
-    """Returns the structure of a conjunction of conditions on a row and a key."""
-    left: float | None = None
-    right: float | None = None
-    count: float | None = None
-    others = set[Node]()
-    for condition in conditions:
-        c0, terms = terms_of(condition.args[0]) if condition.op == "nonnegative" else (0.0, [])
-        by_axis = {t.value: c for c, t in terms if t.op == "index"}
-        if len(by_axis) != len(terms):
-            by_axis = {}
-        match by_axis.get(row), by_axis.get(key), len(by_axis):
-            case 1.0, -1.0, 2:
-                right = c0 if right is None else min(right, c0)
-            case -1.0, 1.0, 2:
-                left = c0 if left is None else min(left, c0)
-            case None, -1.0, 1:
-                count = c0 + 1.0 if count is None else min(count, c0 + 1.0)
-            case _:
-                others.add(condition)
-    return Mask(left, right, count, frozenset(others))
 
 
 def is_within(at: Node, size: Size | None) -> bool:

@@ -1,4 +1,4 @@
-"""Reduces and substitutes in canonical form, and normalises what is written."""
+"""Reduces and substitutes in canonical form."""
 
 from __future__ import annotations
 
@@ -24,12 +24,10 @@ from torch_streamkl.program.canonical import (
     negation,
     node,
     nonnegative,
-    numeric,
     product,
     scaled,
     subtracted,
     terms_of,
-    truth,
 )
 from torch_streamkl.program.fresh_axes import fresh_axis
 from torch_streamkl.program.functions import (
@@ -42,7 +40,6 @@ from torch_streamkl.program.functions import (
 from torch_streamkl.program.graph import (
     ANY,
     ARGMAX,
-    BOOL,
     BOUND,
     CONTRACT,
     FLOAT,
@@ -58,7 +55,6 @@ from torch_streamkl.program.graph import (
     reduce,
     size_of,
 )
-from torch_streamkl.program.identities import log_variable
 from torch_streamkl.program.masks import has_score, kept_by
 from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.ranges import EVERY
@@ -399,66 +395,6 @@ _MAKERS: dict[str, Callable[..., Node]] = {
     "nonnegative": nonnegative,
     "logaddexp": log_add_exp,
 }
-
-
-# ------------------------------------------------------------------------ of what is written
-
-
-def canonical(x: Node) -> Node:
-    """Returns the normal form of an expression as it is written (`graph.apply`)."""
-    for y in walk([x], lambda y: not y.canonical):
-        if not y.canonical:
-            found = _of_written(y, tuple(map(_known, y.args)))
-            y.canonical = found is y or found
-            found.canonical = True
-    return _known(x)
-
-
-def _known(x: Node) -> Node:
-    return x.canonical if isinstance(x.canonical, graph.Node) else x
-
-
-def _of_written(x: Node, args: tuple[Node, ...]) -> Node:
-    match x.op:
-        case "const":
-            if x.dtype == BOOL:
-                return TRUE if x.value else FALSE
-            return const(x.value, x.dtype)
-        case "add" | "sub":
-            return linear(0.0, [(1.0, args[0]), (1.0 if x.op == "add" else -1.0, args[1])])
-        case "neg":
-            return scaled(-1.0, args[0])
-        case "mul" | "mul0":
-            return product(*args)
-        case "div" | "div0":
-            return quotient(*args)
-        case "log_div":
-            return logarithm(quotient(*args))
-        case "pow" if x.value == 2.0:
-            return product(args[0], args[0])
-        case "float" | "int":
-            return numeric(args[0])
-        case "detach":
-            return detached(args[0])
-        case "lt" | "le" | "gt" | "ge" | "eq" | "ne":
-            return compare(x.op, *args)
-        case "where":
-            return choose(truth(args[0]), args[1], args[2])
-        case "reduce":
-            bound = x.value.axis
-            if bound.level or x.value.size:
-                return remade(x, args)
-            return reduced(x.kind, bound, args[0])
-        case "log1p":
-            return logarithm(linear(1.0, [(1.0, args[0])]))
-        case "P" | "S":  # a probability of a divergence
-            log = log_variable(x)
-            assert log is not None
-            return function("exp", log)
-    if not args and x.axes and x.op != "index":  # a leaf of a row program, at its own axes
-        at = [index(a) for a in graph.ordered(x.axes)]
-        return node(x.op, at, x.value, x.dtype, x.range, x.is_finite)
-    return remade(x, args) if args else x
 
 
 def detached(x: Node) -> Node:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl import checks, flop_counts
+from torch_streamkl.caches import Bounded
 from torch_streamkl.compiler_marks import disable
 from torch_streamkl.double_backward import differentiable_once
 from torch_streamkl.program.graph import Node
@@ -234,8 +235,7 @@ def _by_name(argument: str, given: object) -> dict[Any, Any]:
     return dict(given)
 
 
-_known: dict[Any, Traced] = {}
-MAX_KNOWN = 1024
+_known: Bounded[Traced] = Bounded()
 
 
 def _traced(
@@ -256,8 +256,6 @@ def _traced(
     key = (own, *metadata, *map(tuple, names), *is_constant, seqlen)
     found = _known.get(key)
     if found is None:
-        if len(_known) >= MAX_KNOWN:
-            _known.clear()
         found = _known[key] = trace(function, *names, tracer, constants, seqlen)
     return found
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_streamkl.program.graph import ARGMAX
+from torch_streamkl.program.masks import visible_keys
 from torch_streamkl.rows.program import KEY, PAIR, ROW, VALUES, Program
 
 Slices = tuple[slice, slice, slice]  # of batch, rows and keys
@@ -111,12 +112,7 @@ class RowProblem:
     def keys_of(self, rows: slice) -> slice:
         """Returns the keys that some of the rows may have."""
         keys, shift = self.program.keys, self.num_keys - self.num_rows
-        first, stop = 0, self.num_keys
-        if keys.left is not None:
-            first = min(stop, max(0, rows.start + shift - keys.left))
-        if keys.right is not None:
-            stop = max(first, min(stop, rows.stop + shift + keys.right))
-        return slice(first, stop)
+        return visible_keys(rows, shift, self.num_keys, keys.left, keys.right)
 
     def of_block(self, batch: slice, rows: slice, keys: slice) -> RowProblem:
         """Returns the problem of a block (views), whose first row and key are its own."""

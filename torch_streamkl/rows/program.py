@@ -39,11 +39,9 @@ from torch_streamkl.program.graph import BLOCK_SUM, LOGSUMEXP, Axis, Node, reduc
 from torch_streamkl.program.graph import KEY as KEYS
 from torch_streamkl.program.graph import ROW as ROWS
 from torch_streamkl.program.masks import ALL_KEYS, Keys
-from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.steps import Reduced, Schedule, Step, head_axes, nodes_of, steps_of
 
 ROW, KEY, PAIR, COLUMNS, VALUES = "row", "key", "pair", "columns", "values"
-CAPTURES = (ROW, KEY, PAIR, COLUMNS, VALUES)
 
 
 @dataclass(frozen=True)
@@ -188,23 +186,3 @@ def program_of(
     steps, reductions = tuple(schedule.steps), tuple(schedule.reductions)
     different = tuple(dict.fromkeys(numbers))
     return Program(dot_heads, captures, steps, reductions, different, keys), numbers
-
-
-def check(program: Program) -> None:
-    """Checks that a program which an operator is given can run."""
-    for i, node in enumerate(program.nodes):
-        if any(a >= i for a in node.args):
-            raise ValueError("nodes of a row program must use earlier nodes only")
-        if node.op in OPERATIONS and len(node.args) != OPERATIONS[node.op].arity:
-            raise ValueError(f"{node.op} takes {OPERATIONS[node.op].arity} arguments")
-    if not program.outputs:
-        raise ValueError("a row program must have at least one output")
-    if len(set(program.outputs)) != len(program.outputs):
-        raise ValueError(f"outputs must differ, got {list(program.outputs)}")
-    used(program.outputs, len(program.reductions))
-
-
-def used(outputs: Sequence[int], count: int) -> None:
-    """Checks that outputs are reductions of the program."""
-    if any(not 0 <= c < count for c in outputs):
-        raise ValueError(f"outputs must be among the {count} reductions, got {list(outputs)}")

@@ -115,12 +115,12 @@ def normalised(inputs: Inputs) -> Normalised:
         raise ValueError("a row program must have at least one dot")
     _check_names(inputs)
     _check_no_dtensors(inputs)
-    operands = {name: _autocast(_operands(name, pair)) for name, pair in inputs.dots.items()}
+    operands = {name: _operands(name, pair) for name, pair in inputs.dots.items()}
     every = {f"{n}[{i}]": x for n, pair in operands.items() for i, x in enumerate(pair)}
     checks.same("dtype", {name: x.dtype for name, x in every.items()})
     checks.same("device", {name: x.device for name, x in every.items()})
     is_vocab = {name: pair[1].ndim == 2 for name, pair in operands.items()}
-    checks.same("kind (attention or LM head)", dict(is_vocab)) if len(is_vocab) > 1 else None
+    checks.same("kind (attention or LM head)", dict(is_vocab))
     sizes = _sizes(operands)
     given: list[Tensor] = []
     heads = []
@@ -183,7 +183,7 @@ def _operands(name: str, pair: object) -> tuple[Tensor, Tensor]:
     if not isinstance(pair, tuple) or len(pair) != 2:
         raise TypeError(f"dot {name} must be a pair of tensors, got {type(pair).__name__}")
     for i, x in enumerate(pair):
-        _check_tensor(f"{name}[{i}]", x)
+        checks.tensor(f"{name}[{i}]", x)
         checks.floating(f"{name}[{i}]", x)
     q, k = pair
     if not ((k.ndim == 2 and q.ndim >= 2) or (k.ndim == 4 and q.ndim == 4)):
@@ -211,23 +211,7 @@ def _operands(name: str, pair: object) -> tuple[Tensor, Tensor]:
             f"{name} must share the batch, and its heads must be a multiple of its key heads, "
             f"got {tuple(q.shape)} and {tuple(k.shape)}"
         )
-    return q, k
-
-
-def _check_tensor(name: str, x: object) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if x.is_nested or x.layout != torch.strided:
-        kind = "a nested tensor" if x.is_nested else f"{x.layout}"
-        raise TypeError(f"{name} must be a dense tensor, got {kind}")
-
-
-def _autocast(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Casts the operands of a matmul as autocast does."""
-    if not checks.is_autocast(pair[0]) or any(x.dtype == torch.float64 for x in pair):
-        return pair
-    dtype = torch.get_autocast_dtype(pair[0].device.type)
-    return pair[0].to(dtype), pair[1].to(dtype)
+    return checks.as_matmul_operand(q), checks.as_matmul_operand(k)
 
 
 def _sizes(operands: dict[str, tuple[Tensor, Tensor]]) -> _Sizes:
@@ -256,8 +240,7 @@ def _sizes(operands: dict[str, tuple[Tensor, Tensor]]) -> _Sizes:
 
 
 def _capture(name: str, kind: str, x: object, sizes: _Sizes) -> Tensor:
-    _check_tensor(name, x)
-    assert isinstance(x, Tensor)
+    x = checks.tensor(name, x)
     is_number = x.is_floating_point() or x.is_complex()
     if is_number and x.dtype not in checks.FLOAT_DTYPES:
         raise TypeError(
@@ -310,7 +293,7 @@ def _columns(name: str, given: object, sizes: _Sizes) -> list[tuple[str, Tensor]
     for kind, x in zip((COLUMNS, VALUES), pair, strict=False):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be ids, or (ids, values), got {type(x).__name__}")
-        _check_tensor(name, x)
+        checks.tensor(name, x)
         is_number = x.is_floating_point() or x.is_complex() or x.dtype == torch.bool
         if kind == COLUMNS and is_number:
             raise TypeError(f"ids of {name} must be integers, got {x.dtype}")
@@ -339,7 +322,7 @@ def _columns(name: str, given: object, sizes: _Sizes) -> list[tuple[str, Tensor]
 def _lengths(lengths: Tensor, sizes: _Sizes, device: torch.device) -> Tensor:
     if sizes.row_shape is not None:
         raise ValueError(f"key_lengths need keys with positions; {_OF_LM_HEADS}")
-    _check_tensor("key_lengths", lengths)
+    checks.tensor("key_lengths", lengths)
     if lengths.shape != (sizes.batch,) or lengths.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"key_lengths must be int32 or int64 of shape ({sizes.batch},), got {lengths.dtype} "
@@ -354,7 +337,7 @@ def _lengths(lengths: Tensor, sizes: _Sizes, device: torch.device) -> Tensor:
 def _mask(mask: Tensor, sizes: _Sizes, device: torch.device) -> Tensor:
     if sizes.row_shape is not None:
         raise ValueError(f"mask needs keys with positions; {_OF_LM_HEADS}")
-    _check_tensor("mask", mask)
+    checks.tensor("mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be boolean, True takes part, got {mask.dtype}")
     mask = _capture("mask", PAIR, mask, sizes)

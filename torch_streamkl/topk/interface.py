@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_streamkl import checks, flop_counts
 from torch_streamkl.divergences.names import Divergence, Reduction
 from torch_streamkl.double_backward import differentiable_once
-from torch_streamkl.linear.reductions import TokenReduction, per_token
+from torch_streamkl.linear.reductions import TokenReduction, needed_gradients, per_token
 from torch_streamkl.loading import distributed
 from torch_streamkl.registration import without_autocast
 from torch_streamkl.topk import ops, reference
@@ -179,14 +179,11 @@ def _computed(tensors: list[Any], options: Options, rows: TokenReduction) -> tup
     if options.group is not None:
         tensors, place = distributed("topk").shared(tensors, options)
     arguments = (*tensors, *options.for_operator, *place)
-    needs_grad = [
-        x is not None and x.requires_grad and torch.is_grad_enabled() for x in tensors[:3]
-    ]
+    needs_grad = needed_gradients(tensors[:3])
     is_in_forward = options.reduction != "none" and any(needs_grad) and tensors[0].shape[0] > 0
     if not is_in_forward or tensors[0].dtype == torch.float16:
         value, log_s, *_ = ops.linear_topk(*arguments)
         return rows.reduced(value), log_s
-    is_double = tensors[0].dtype == torch.float64
-    weight = rows.weights(tensors[0], torch.float64 if is_double else torch.float32)
+    weight = rows.weights(tensors[0])
     total, _, log_s, *_ = ops.linear_topk_sum(weight, needs_grad, *arguments)
     return differentiable_once(total, (weight, *tensors)), log_s
