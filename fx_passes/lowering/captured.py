@@ -259,17 +259,18 @@ class Captures:
         return self.build.method("flatten", x, d, d + 1)
 
     def _narrowed(self, x: fx.Node, d: int, offset: Node, have: Node, span: Size) -> fx.Node:
-        after = constant(linear(0.0, [(1.0, have), (-1.0, offset), (-1.0, size_of(span))]))
-        start = constant(offset)
+        rest = linear(0.0, [(1.0, have), (-1.0, offset), (-1.0, size_of(span))])
+        after, start = constant(rest), constant(offset)
+        ends_inside = self.sizes.is_nonnegative(rest)
         if start is None:
-            if after is None or after < 0:
+            if not (ends_inside and self.sizes.is_nonnegative(offset)):
                 raise Unsupported(UNKNOWN_PLACE)
             begin = self._inserted(offset)
         else:
             begin = int(start)
         before = max(0, -int(start)) if start is not None else 0
         beyond = max(0, -int(after)) if after is not None else 0
-        if start is not None and after is None and not isinstance(span, int):
+        if start is not None and after is None and not (ends_inside or isinstance(span, int)):
             raise Unsupported(UNKNOWN_PLACE)
         if before or beyond:
             rank = len(tensor_of(x).shape)

@@ -19,7 +19,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.fx_utils.torch_names import statically_known_true
 from torch_streamkl.fx_passes.reading.index_values import LARGEST_EXTENT
 from torch_streamkl.fx_passes.reading.positions import MaskedRows, Positions
-from torch_streamkl.program.canonical import linear
+from torch_streamkl.program.canonical import linear, terms_of
 from torch_streamkl.program.graph import INT, Extent, Node, Size, Source, const, size_of
 
 
@@ -96,6 +96,15 @@ class Sizes:
     def are_guarded(self, a: Size, b: Size) -> bool:
         """Returns whether guards of the graph say that sizes are equal."""
         return statically_known_true(torch_size(a) == torch_size(b))
+
+    def is_nonnegative(self, x: Node) -> bool:
+        """Returns whether a sum of sizes is provably at least 0: ``n - (n - 1)``, say."""
+        number, terms = terms_of(x)
+        sizes_of = [(int(c), t.value.size) for c, t in terms if t.op == "size"]
+        if len(sizes_of) < len(terms):
+            return False
+        total = sum((c * size for c, size in sizes_of), int(number))
+        return bool(statically_known_true(total >= 0))
 
     def extent(self, source: object, d: int) -> Size | None:
         """Returns the size of a dimension of a captured tensor, None if it is not known."""

@@ -178,6 +178,8 @@ def _sentence(
         if at_break:
             return with_hint(f"{where} is read by {at_break}", AT_A_BREAK)
         return f"{where} is returned by the compiled function"
+    if name_of(reader) == "getitem" and not isinstance(example(reader.all_input_nodes[0]), Tensor):
+        reader = reader.all_input_nodes[0]  # one of several results, of a max over a dimension
     name, at = called(reader), shown(location_of(reader)[0])
     feeds = f"{where} feeds {name} at {at}"
     kind = name_of(reader)

@@ -803,3 +803,15 @@ def test_logits_that_data_parallel_gathered(loss, gathers):
     assert report.num_fused == 0
     for text in ("nn.DataParallel runs the model in threads", "torchrun"):
         assert (text in str(report)) is gathers
+
+
+def test_a_maximum_of_scores_is_not_said_to_read_single_entries():
+    """SPLADE, ColBERT: ``max(dim=)`` has two results, and the code takes one of them."""
+
+    def sparse_embedding(h, w):
+        return torch.max(torch.log1p(F.relu(h @ w.mT)), dim=1).values.sum()
+
+    with torch_streamkl.reports() as report:
+        compile_rewritten(sparse_embedding, min_mib=0)(torch.randn(2, 6, 4), torch.randn(11, 4))
+    said = str(report)
+    assert "feeds max" in said and "single entries" not in said, said

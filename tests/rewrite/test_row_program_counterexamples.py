@@ -791,3 +791,27 @@ def test_equals_eager(row):
 @PROGRAMS.parametrized()
 def test_equals_eager_through_aot_autograd(row):
     judge(row.program, tensors(row.trained, row.size), row.sites, "aot_eager")
+
+
+MASKS = {"long": torch.long, "uint8": torch.uint8, "bool": torch.bool, "float": torch.float32}
+
+
+@pytest.mark.parametrize("lowest", [-1e4, -1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("dtype", MASKS)
+def test_a_bias_keeps_its_digits_next_to_a_mask(dtype, lowest):
+    """T5: the trained bias of positions is added to ``(1 - mask) * lowest``, not to its parts."""
+
+    def program(q, k, r, t, bias, mask):
+        hidden = (1.0 - mask[:, None, None, :].to(q.dtype)) * lowest
+        s, t = q @ k.mT + (bias + hidden), r @ t.mT + hidden
+        return F.mse_loss(s.softmax(-1), t.softmax(-1))
+
+    make = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, 3, n, DIM, generator=make) for n in (ROWS, KEYS, ROWS, KEYS)]
+    inputs.append(torch.randn(1, 3, ROWS, KEYS, generator=make))
+    for i in (0, 1, 4):
+        inputs[i].requires_grad_()
+    mask = torch.ones(2, KEYS, dtype=MASKS[dtype])
+    mask[1, 4:] = 0
+    outcome = compare(program, [*inputs, mask], verify="never", min_mib=0).check()
+    assert outcome.num_fused == 1, str(outcome.report)

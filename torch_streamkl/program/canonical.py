@@ -95,8 +95,10 @@ def linear(constant: float, terms: Sequence[tuple[float, Node]]) -> Node:
     """Returns ``constant + sum of coefficient * expression``: the form of + - and scales.
 
     A sum inside of it becomes part of it, unless their numbers become one that has lost the digits
-    of the smaller: ``(1 - p) + 1e-8`` is not ``1.00000001 - p``, which is 0 where p is 1.
+    of the smaller: ``(1 - p) + 1e-8`` is not ``1.00000001 - p``, which is 0 where p is 1. Nor does
+    a mask that is added: ``bias + (1e9 * mask - 1e9)`` is not ``bias + 1e9 * mask - 1e9``.
     """
+    is_alone = len(terms) == 1 and constant == 0.0
     total: dict[Node, float] = {}
     largest: dict[Node, float] = {}
     is_apart = _loses_digits([constant, *(k for c, x in terms for k in _numbers_of(c, x))])
@@ -107,6 +109,10 @@ def linear(constant: float, terms: Sequence[tuple[float, Node]]) -> Node:
             continue
         if x.op == "const":
             constant += c * x.value
+        elif x.op == "linear" and not is_alone and _is_added_mask(c, x):
+            x = scaled(c, x)
+            total[x] = total.get(x, 0.0) + 1.0
+            largest[x] = 1.0
         elif x.op == "linear" and not (is_apart and x.value[0]):
             constant += c * x.value[0]
             todo += [(c * k, y) for k, y in zip(x.value[1], x.args, strict=True)]
@@ -152,6 +158,11 @@ def _loses_digits(numbers: Sequence[float]) -> bool:
     return abs(math.fsum([rounded, *(-x for x in numbers)])) > 1e-5 * min(parts)
 
 
+def _is_added_mask(c: float, x: Node) -> bool:
+    """Whether a multiple of a sum is 0 where others that it is added to keep their digits."""
+    return abs(c * x.value[0]) >= LARGEST_SHIFT and not any(y.op == CONTRACT for y in walk([x]))
+
+
 def _undivided(constant: float, total: Mapping[Node, float]) -> Node | None:
     """A sum with ``n * (x // n) + x % n``, which is x."""
     for rest in total:
@@ -170,7 +181,8 @@ def _undivided(constant: float, total: Mapping[Node, float]) -> Node | None:
 
 
 def _is_whole(*numbers: float) -> bool:
-    return all(math.isfinite(x) and x == int(x) for x in numbers)
+    """Returns whether numbers are integers that a float64 holds: the lowest number is none."""
+    return all(abs(x) < 2.0**53 and x == int(x) for x in numbers)
 
 
 def _linear_range(constant: float, items: Sequence[tuple[Node, float]]) -> Range:
