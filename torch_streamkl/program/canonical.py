@@ -98,7 +98,7 @@ def linear(constant: float, terms: Sequence[tuple[float, Node]]) -> Node:
     of the smaller: ``(1 - p) + 1e-8`` is not ``1.00000001 - p``, which is 0 where p is 1. Nor does
     a mask that is added: ``bias + (1e9 * mask - 1e9)`` is not ``bias + 1e9 * mask - 1e9``.
     """
-    is_alone = len(terms) == 1 and constant == 0.0
+    alone = terms[0][1] if len(terms) == 1 and constant == 0.0 else None
     total: dict[Node, float] = {}
     largest: dict[Node, float] = {}
     is_apart = _loses_digits([constant, *(k for c, x in terms for k in _numbers_of(c, x))])
@@ -109,9 +109,10 @@ def linear(constant: float, terms: Sequence[tuple[float, Node]]) -> Node:
             continue
         if x.op == "const":
             constant += c * x.value
-        elif x.op == "linear" and not is_alone and _is_added_mask(c, x):
-            x = scaled(c, x)
-            total[x] = total.get(x, 0.0) + 1.0
+        elif x.op == "linear" and x is not alone and _is_added_mask(c, x):
+            sign = -math.copysign(1.0, c * x.value[0])  # a mask and its opposite cancel
+            x = scaled(sign * c, x)
+            total[x] = total.get(x, 0.0) + sign
             largest[x] = 1.0
         elif x.op == "linear" and not (is_apart and x.value[0]):
             constant += c * x.value[0]

@@ -22,6 +22,7 @@ def walk(roots: Iterable[Node], enter: Callable[[Node], bool] | None = None) -> 
             node = stack.pop()
             if node is None:  # all arguments of what is below are there
                 node = stack.pop()
+                assert node is not None
             elif node in order:
                 continue
             elif node.args and (enter is None or enter(node)):
