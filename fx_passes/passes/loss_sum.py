@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,7 +183,9 @@ def _is_scalar(node: fx.Node, x: Tensor) -> bool:
     value = example(node)
     if not isinstance(value, Tensor) or value.dim() != 0 or needs_gradient(node):
         return False
-    return value.dtype != torch.bool and value.device == x.device and x.dtype.itemsize > 2
+    if value.dtype in (torch.bool, torch.float16):  # whose range has no LEAST_FACTOR
+        return False
+    return value.device == x.device and x.dtype.itemsize > 2
 
 
 def _is_linear(node: fx.Node, x: fx.Node) -> bool:
@@ -225,7 +227,10 @@ def _reduces_all(node: fx.Node, x: fx.Node) -> bool:
 
 def _replace(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:
     ones = _ones(call, build)
+    factors = [_split(tensor, divides, build) for tensor, divides in chain.tensors]
     weight = _row_weights(call, chain, ones, build)
+    for factor in factors:
+        weight = build.call(factor.function, weight, factor.of_rows)
     needs_grad = _needs_grad(call)
     inputs = dict(zip(GRADIENTS, call.args[:4], strict=True)) | dict(call.kwargs)
     result = build.call(
@@ -236,7 +241,8 @@ def _replace(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:
     if is_unknown(tensor_of(ones).shape[0]):
         total = _unless_no_row(total, chain, ones, build)
     total = build.cast(total, tensor_of(chain.total).dtype)
-    total = _scaled_by(chain, total, build, in_range=False)
+    for factor in factors:
+        total = build.call(factor.function, total, factor.of_sum)
     chain.result.replace_all_uses_with(total)
     for node in (
         *reversed(chain.scalings), chain.total, *reversed(chain.steps), *call.users, call
@@ -278,7 +284,6 @@ def _row_weights(call: fx.Node, chain: Chain, ones: fx.Node, build: Builder) -> 
         current = build.call(torch.div, current, build.method("numel", current))
     if chain.factor != 1.0:
         current = build.call(torch.mul, current, chain.factor)
-    current = _scaled_by(chain, current, build, in_range=True)
     if not any(name_of(node) in PERMUTATIONS for node in chain.steps):
         return build.method("flatten", current)
     for node, source in reversed(list(zip(chain.steps, sources, strict=True))):
@@ -289,19 +294,29 @@ def _row_weights(call: fx.Node, chain: Chain, ones: fx.Node, build: Builder) -> 
     return current
 
 
-def _scaled_by(chain: Chain, x: fx.Node, build: Builder, in_range: bool) -> fx.Node:
-    """Multiplies or divides by the tensors of a chain that are in range, or by those that are not.
+@dataclass(frozen=True)
+class _Factor:
+    """Holds what multiplies or divides the weights of the rows, and what does the sum itself."""
 
-    The sum is divided by 0, infinity and NaN itself: the weights of rows would make other values.
+    function: Callable[..., Tensor]
+    of_rows: fx.Node
+    of_sum: fx.Node
+
+
+def _split(tensor: fx.Node, divides: bool, build: Builder) -> _Factor:
+    """Gives a tensor to the rows if it is in range, and to the sum otherwise; the other gets 1.
+
+    The weights of rows would make other values of a sum that is divided by 0, infinity or NaN.
     """
-    for tensor, is_quotient in chain.tensors:
-        size = build.call(torch.abs, tensor)
-        bounds = (torch.ge, LEAST_FACTOR), (torch.le, 1.0 / LEAST_FACTOR)
-        usable = build.call(torch.mul, *(build.call(is_, size, bound) for is_, bound in bounds))
-        choices = (tensor, 1) if in_range else (1, tensor)
-        by = build.call(torch.where, usable, *choices)
-        x = build.call(torch.div if is_quotient else torch.mul, x, by)
-    return x
+    size = build.call(torch.abs, tensor)
+    above = build.call(torch.ge, size, LEAST_FACTOR)
+    below = build.call(torch.le, size, 1.0 / LEAST_FACTOR)
+    in_range = build.call(torch.logical_and, above, below)
+    return _Factor(
+        torch.div if divides else torch.mul,
+        build.call(torch.where, in_range, tensor, 1),
+        build.call(torch.where, in_range, 1, tensor),
+    )
 
 
 def _undone(build: Builder, node: fx.Node, x: fx.Node) -> fx.Node:

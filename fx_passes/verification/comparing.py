@@ -24,6 +24,7 @@ from torch_streamkl.fx_passes.verification.values import Results, Structure
 
 NUMBER_MULTIPLE = 2
 ENTRY_MULTIPLE = 32  # of the largest of a few samples of an entry's error
+UNSEEN_ROUNDINGS = 4.0  # of the operations of a program, if only its arguments are rounded
 DEFINED = "the compiled program gives the defined value (docs/reference/numerics.md)"
 UNKNOWN = "cannot be compared"
 
@@ -62,18 +63,22 @@ class Runs:
         self.add_error(self.eager)
 
     def add(self, other: Results, *, is_rounded: bool) -> None:
-        """Adds another run in eager mode, with operations or only arguments rounded otherwise."""
+        """Adds another run in eager mode, with operations or only arguments rounded otherwise.
+
+        Arguments alone do not show what operations round where their results nearly cancel.
+        """
         self.others.append(other)
-        self.add_error(other, least=0.0 if is_rounded else 1.0)
+        self.add_error(other, least=0.0 if is_rounded else UNSEEN_ROUNDINGS)
 
     def add_error(self, run: Results, least: float = 0.0) -> None:
-        """Records an error; ``least`` is a lower bound from the roundings of a result."""
+        """Records an error, of at least so many roundings of a result's largest entry."""
         for name, z in self.exact.values.items():
             x, exact = _numbers(run.values.get(name)), _numbers(z)
             if x is None or exact is None or x.shape != exact.shape:
                 continue
             off = (x - exact).abs()
-            off = torch.maximum(off, least * _eps(run.values[name]) * exact.abs())
+            if least and exact.numel():
+                off = off.clamp(min=least * _eps(run.values[name]) * float(largest(exact)))
             off = torch.where(off.isfinite(), off, 0.0)
             self.error[name] = torch.maximum(self.error.get(name, off), off)
 
