@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import fx
 
-SIZES_OF_DATA = "sizes are read from tensors (.tolist(), .item()), and not known in the graph"
+SIZES_OF_DATA = (
+    "sizes are read from tensors (.tolist(), .item(), nonzero), and not known in the graph"
+)
 
 
 def first_line(error: Exception, longest: int = 600) -> str:

@@ -311,9 +311,11 @@ ADVICE = (
         "keep that dimension static: dynamic=False, or torch._dynamo.mark_static",
     ),
     Advice(
-        "sizes are read from tensors (.item(), .tolist())",
+        "sizes are read from tensors (.item(), .tolist(), nonzero)",
         "are read from tensors",
-        "keep the padded sizes, and mask the positions beyond the lengths",
+        "keep the padded sizes, and mask the positions beyond the lengths. Of entries that a "
+        "fixed mask selects, such as a draft's vocabulary, compute the positions outside of the "
+        "compiled function, ids = mask.nonzero()[:, 0], and index by ids",
     ),
     Advice(
         "a Python number that changes between calls",

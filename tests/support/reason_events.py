@@ -112,7 +112,7 @@ EVENTS = {
     "a size that the inputs do not have":
         "With dynamic shapes, the operator needs a number that is no sum or product of sizes, "
         "such as `max(n, 3)`.",
-    "sizes are read from tensors (.item(), .tolist())":
+    "sizes are read from tensors (.item(), .tolist(), nonzero)":
         "A size depends on the values of a tensor.",
     "a Python number that changes between calls":
         "Dynamo saw a second value of the number, and made it an input of the graph.",

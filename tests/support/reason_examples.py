@@ -421,7 +421,7 @@ def gradient_inside(q, k, r, u):
 
 
 @example(
-    "sizes are read from tensors (.item(), .tolist())",
+    "sizes are read from tensors (.item(), .tolist(), nonzero)",
     calls=((torch.tensor([5]),),),
     config={"capture_scalar_outputs": True},
 )
