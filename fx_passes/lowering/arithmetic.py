@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
 from torch_streamkl.fx_passes.lowering.torch_functions import OF_NUMBERS
+from torch_streamkl.program.canonical import parted
 from torch_streamkl.program.graph import BOOL, FLOAT, INT, Node
 from torch_streamkl.program.walks import has_op
 
@@ -124,7 +125,14 @@ class Arithmetic:
         return self.pointwise(call, pair)
 
     def sum(self, constant: float, terms: Iterable[tuple[float, Placed]], dtype: str) -> Placed:
-        """Returns a number and multiples of others, positive ones first."""
+        """Returns a number and multiples of others, positive ones first.
+
+        A mask, which is 0 where nothing is hidden, is made first: others keep their digits.
+        """
+        terms = list(terms)
+        masks, others = parted(constant, terms)
+        if masks:
+            return self.sum(0.0, [*others, (1.0, self.sum(constant, masks, dtype))], dtype)
         is_int = dtype == INT
         pairs = sorted(terms, key=lambda p: p[0] < 0.0)
         total: Placed | None = None

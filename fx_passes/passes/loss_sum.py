@@ -227,7 +227,7 @@ def _reduces_all(node: fx.Node, x: fx.Node) -> bool:
 
 def _replace(call: fx.Node, chain: Chain, build: Builder) -> fx.Node:
     ones = _ones(call, build)
-    factors = [_split(tensor, divides, build) for tensor, divides in chain.tensors]
+    factors = _factors(chain, build)
     weight = _row_weights(call, chain, ones, build)
     for factor in factors:
         weight = build.call(factor.function, weight, factor.of_rows)
@@ -303,20 +303,32 @@ class _Factor:
     of_sum: fx.Node
 
 
-def _split(tensor: fx.Node, divides: bool, build: Builder) -> _Factor:
-    """Gives a tensor to the rows if it is in range, and to the sum otherwise; the other gets 1.
+def _factors(chain: Chain, build: Builder) -> list[_Factor]:
+    """Gives tensors to the rows while their product is in range; the sum has 1 in their place.
 
-    The weights of rows would make other values of a sum that is divided by 0, infinity or NaN.
+    From the tensor on that takes it out of range, the sum itself is multiplied. The weights of
+    rows would make other values of a sum that is divided by 0, infinity or NaN.
     """
-    size = build.call(torch.abs, tensor)
-    above = build.call(torch.ge, size, LEAST_FACTOR)
-    below = build.call(torch.le, size, 1.0 / LEAST_FACTOR)
-    in_range = build.call(torch.logical_and, above, below)
-    return _Factor(
-        torch.div if divides else torch.mul,
-        build.call(torch.where, in_range, tensor, 1),
-        build.call(torch.where, in_range, 1, tensor),
-    )
+    found = []
+    in_range: fx.Node | None = None
+    if chain.tensors:
+        total = tensor_of(chain.total)
+        product = build.call(torch.ones, (), dtype=total.dtype, device=total.device)
+    for tensor, divides in chain.tensors:
+        function: Callable[..., Tensor] = torch.div if divides else torch.mul
+        product = build.call(function, product, tensor)
+        size = build.call(torch.abs, product)
+        above = build.call(torch.ge, size, LEAST_FACTOR)
+        inside = build.call(
+            torch.logical_and, above, build.call(torch.le, size, 1.0 / LEAST_FACTOR)
+        )
+        if in_range is not None:
+            inside = build.call(torch.logical_and, in_range, inside)
+        in_range = inside
+        of_rows = build.call(torch.where, in_range, tensor, 1)
+        of_sum = build.call(torch.where, in_range, 1, tensor)
+        found.append(_Factor(function, of_rows, of_sum))
+    return found
 
 
 def _undone(build: Builder, node: fx.Node, x: fx.Node) -> fx.Node:

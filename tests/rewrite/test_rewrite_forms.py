@@ -476,6 +476,7 @@ SCALED = {  # of a sum, and what the backward multiplies its gradients by
     "by a mask's sum": (lambda x, n: x / n.clamp(min=1) * 0.25, 1),
     "by a tensor of 0": (lambda x, n: x * (n * 0), 0),
     "by a tensor of 0 in float16": (lambda x, n: x * (n * 0).half(), 0),
+    "by tensors too large together": (lambda x, n: x / (n * 1e8) / (n * 1e8), 1 / 3e8),
     "by a tensor too large": (lambda x, n: x / (n * 1e20), 1 / 3e20),
     "by nothing": (lambda x, n: x * 0.0, 0),
     "of what others read": (lambda x, n: 2 * x + 3 * x, 5),

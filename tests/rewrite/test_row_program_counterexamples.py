@@ -793,6 +793,16 @@ def test_equals_eager_through_aot_autograd(row):
     judge(row.program, tensors(row.trained, row.size), row.sites, "aot_eager")
 
 
+def of_a_bias():
+    """Inputs of attention: of a student, a teacher, and a trained bias."""
+    make = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, 3, n, DIM, generator=make) for n in (ROWS, KEYS, ROWS, KEYS)]
+    inputs.append(torch.randn(1, 3, ROWS, KEYS, generator=make))
+    for i in (0, 1, 4):
+        inputs[i].requires_grad_()
+    return inputs
+
+
 MASKS = {"long": torch.long, "uint8": torch.uint8, "bool": torch.bool, "float": torch.float32}
 
 
@@ -806,12 +816,48 @@ def test_a_bias_keeps_its_digits_next_to_a_mask(dtype, lowest):
         s, t = q @ k.mT + (bias + hidden), r @ t.mT + hidden
         return F.mse_loss(s.softmax(-1), t.softmax(-1))
 
-    make = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(2, 3, n, DIM, generator=make) for n in (ROWS, KEYS, ROWS, KEYS)]
-    inputs.append(torch.randn(1, 3, ROWS, KEYS, generator=make))
-    for i in (0, 1, 4):
-        inputs[i].requires_grad_()
+    inputs = of_a_bias()
     mask = torch.ones(2, KEYS, dtype=MASKS[dtype])
     mask[1, 4:] = 0
     outcome = compare(program, [*inputs, mask], verify="never", min_mib=0).check()
     assert outcome.num_fused == 1, str(outcome.report)
+
+
+LOWEST = torch.finfo(torch.float32).min
+COMPOSED = {  # a mask of 0 and a large number, and a trained bias
+    "halved": lambda hidden, bias: (hidden + bias) / 2,
+    "negated": lambda hidden, bias: -(-hidden - bias),
+    "of a bias taken away again": lambda hidden, bias: 2 * (bias + hidden) - bias,
+    "added twice": lambda hidden, bias: (hidden + hidden) + bias,
+    "with another one": lambda hidden, bias: (hidden + hidden) + (hidden.flip(0) + bias),
+}
+
+
+@pytest.mark.parametrize("lowest", [-1e9, LOWEST])
+@pytest.mark.parametrize("name", COMPOSED)
+def test_sums_of_masks_and_biases_are_masks_and_biases(name, lowest):
+    def program(q, k, r, t, bias, mask):
+        hidden = (1.0 - mask[:, None, None, :]) * lowest
+        s, t = q @ k.mT + COMPOSED[name](hidden, bias), r @ t.mT + hidden
+        return F.mse_loss(s.softmax(-1), t.softmax(-1))
+
+    inputs = of_a_bias()
+    inputs.append(torch.ones(2, KEYS))
+    inputs[-1][1, 4:] = 0
+    outcome = compare(program, inputs, verify="never", min_mib=0).check()
+    is_twice_the_lowest = name == "of a bias taken away again" and lowest == LOWEST
+    assert outcome.num_fused == (not is_twice_the_lowest), str(outcome.report)
+
+
+def test_a_mask_that_is_taken_away_again_leaves_a_bias():
+    """Eager code has no digits of it left: whether it is fused or not, values are not mixed."""
+
+    def program(q, k, r, t, bias, mask):
+        hidden = (1.0 - mask[:, None, None, :]) * -1e9
+        s, t = q @ k.mT + ((hidden + bias) - hidden), r @ t.mT + hidden
+        return F.mse_loss(s.softmax(-1), t.softmax(-1))
+
+    inputs = of_a_bias()
+    inputs.append(torch.ones(2, KEYS))
+    inputs[-1][1, 4:] = 0
+    compare(program, inputs, verify="never", min_mib=0).check()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch_streamkl.program import operations
 from torch_streamkl.program.graph import (
@@ -39,6 +39,7 @@ from torch_streamkl.program.graph import (
 from torch_streamkl.program.ranges import EVERY, UNIT, Range, product_range, times
 from torch_streamkl.program.walks import walk
 
+T = TypeVar("T")
 ONE_OR_ZERO = [("const", 1.0), ("const", 0.0)]
 ADDED = "added"  # the value of a `where`: NOTE [Masks that are added]
 # In float32, scores next to a larger number have less than three decimals left.
@@ -95,10 +96,8 @@ def linear(constant: float, terms: Sequence[tuple[float, Node]]) -> Node:
     """Returns ``constant + sum of coefficient * expression``: the form of + - and scales.
 
     A sum inside of it becomes part of it, unless their numbers become one that has lost the digits
-    of the smaller: ``(1 - p) + 1e-8`` is not ``1.00000001 - p``, which is 0 where p is 1. Nor does
-    a mask that is added: ``bias + (1e9 * mask - 1e9)`` is not ``bias + 1e9 * mask - 1e9``.
+    of the smaller: ``(1 - p) + 1e-8`` is not ``1.00000001 - p``, which is 0 where p is 1.
     """
-    alone = terms[0][1] if len(terms) == 1 and constant == 0.0 else None
     total: dict[Node, float] = {}
     largest: dict[Node, float] = {}
     is_apart = _loses_digits([constant, *(k for c, x in terms for k in _numbers_of(c, x))])
@@ -109,11 +108,6 @@ def linear(constant: float, terms: Sequence[tuple[float, Node]]) -> Node:
             continue
         if x.op == "const":
             constant += c * x.value
-        elif x.op == "linear" and x is not alone and _is_added_mask(c, x):
-            sign = -math.copysign(1.0, c * x.value[0])  # a mask and its opposite cancel
-            x = scaled(sign * c, x)
-            total[x] = total.get(x, 0.0) + sign
-            largest[x] = 1.0
         elif x.op == "linear" and not (is_apart and x.value[0]):
             constant += c * x.value[0]
             todo += [(c * k, y) for k, y in zip(x.value[1], x.args, strict=True)]
@@ -159,9 +153,17 @@ def _loses_digits(numbers: Sequence[float]) -> bool:
     return abs(math.fsum([rounded, *(-x for x in numbers)])) > 1e-5 * min(parts)
 
 
-def _is_added_mask(c: float, x: Node) -> bool:
-    """Whether a multiple of a sum is 0 where others that it is added to keep their digits."""
-    return abs(c * x.value[0]) >= LARGEST_SHIFT and not any(y.op == CONTRACT for y in walk([x]))
+def parted(
+    constant: float, terms: Sequence[tuple[float, T]]
+) -> tuple[list[tuple[float, T]], list[tuple[float, T]]]:
+    """Returns the terms that are a mask together with a large constant, and others next to them.
+
+    ``1e9 * mask - 1e9`` is 0 where nothing is hidden. Added to it last, ``bias`` keeps its digits.
+    """
+    masks = [(c, x) for c, x in terms if abs(c) >= LARGEST_SHIFT]
+    if abs(constant) < LARGEST_SHIFT or not masks or len(masks) == len(terms):
+        return [], list(terms)
+    return masks, [(c, x) for c, x in terms if abs(c) < LARGEST_SHIFT]
 
 
 def _undivided(constant: float, total: Mapping[Node, float]) -> Node | None:
