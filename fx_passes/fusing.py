@@ -41,13 +41,14 @@ from torch_streamkl.fx_passes.planning.row_descriptions import (
     operator_of,
 )
 from torch_streamkl.fx_passes.planning.row_plan import ProgramPlan, RowOutput
-from torch_streamkl.fx_passes.planning.row_plans import RowPlanner, special_reason, why_special
+from torch_streamkl.fx_passes.planning.row_plans import RowPlanner, why_special
 from torch_streamkl.fx_passes.planning.special_values import (
     Scores,
     check_masked_logarithms,
     check_nan_readers,
     check_promoted,
     check_replaced,
+    special_reason,
 )
 from torch_streamkl.fx_passes.reading import arrays
 from torch_streamkl.fx_passes.reporting.described import describe, roles_of, warning_of

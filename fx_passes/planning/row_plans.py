@@ -57,6 +57,7 @@ from torch_streamkl.fx_passes.planning.readers import Readers
 from torch_streamkl.fx_passes.planning.row_eager import OF_LABELS, check_eager, has_labels
 from torch_streamkl.fx_passes.planning.row_levels import Levels
 from torch_streamkl.fx_passes.planning.row_plan import ProgramPlan, RowOutput, recorded
+from torch_streamkl.fx_passes.planning.special_values import special_reason
 from torch_streamkl.fx_passes.reading.arrays import Array, NoView, met
 from torch_streamkl.fx_passes.reading.gradients import trained
 from torch_streamkl.fx_passes.reading.positions import nodes_read
@@ -422,11 +423,6 @@ def why_special(plan: ProgramPlan, output: RowOutput, found: Readers) -> str:
     if names and not is_as_special(program, plan.dtypes):
         return special_reason(min(names))
     return ""
-
-
-def special_reason(name: str) -> str:
-    """Returns the reason why an operation that makes numbers of NaN keeps a sum as it is."""
-    return f"{name} reads the sum, and eager has NaN or infinity where it has a value"
 
 
 def _is_unread(node: fx.Node, gone: Collection[fx.Node], memory: Memory) -> bool:

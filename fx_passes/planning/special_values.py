@@ -237,3 +237,8 @@ def _is_score(x: Node) -> bool:
 
 def _is_product(node: fx.Node) -> bool:
     return node.op == "call_function" and name_of(node) in MATMULS
+
+
+def special_reason(name: str) -> str:
+    """Returns the reason why an operation that makes numbers of NaN keeps a sum as it is."""
+    return f"{name} reads the sum, and eager has NaN or infinity where it has a value"
