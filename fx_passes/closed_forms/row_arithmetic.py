@@ -6,10 +6,9 @@ import functools
 import math
 from collections.abc import Sequence
 
-from torch_streamkl.program.canonical import parted
 from torch_streamkl.program.graph import FLOAT, Node, apply, cast, const, constant
 from torch_streamkl.program.identities import exponentials_in
-from torch_streamkl.program.shifts import HIDES
+from torch_streamkl.program.shifts import HIDES, parted
 from torch_streamkl.program.steps import is_inside
 from torch_streamkl.program.walks import walk
 

@@ -15,8 +15,8 @@ from torch import Tensor, fx
 from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
 from torch_streamkl.fx_passes.lowering.torch_functions import OF_NUMBERS
-from torch_streamkl.program.canonical import parted
 from torch_streamkl.program.graph import BOOL, FLOAT, INT, Node
+from torch_streamkl.program.shifts import parted
 from torch_streamkl.program.walks import has_op
 
 

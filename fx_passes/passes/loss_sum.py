@@ -309,22 +309,18 @@ def _factors(chain: Chain, build: Builder) -> list[_Factor]:
     From the tensor on that takes it out of range, the sum itself is multiplied. The weights of
     rows would make other values of a sum that is divided by 0, infinity or NaN.
     """
-    found = []
-    in_range: fx.Node | None = None
-    if chain.tensors:
-        total = tensor_of(chain.total)
-        product = build.call(torch.ones, (), dtype=total.dtype, device=total.device)
+    if not chain.tensors:
+        return []
+    total, found = tensor_of(chain.total), []
+    product = build.call(torch.ones, (), dtype=total.dtype, device=total.device)
+    in_range = build.call(torch.ones, (), dtype=torch.bool, device=total.device)
     for tensor, divides in chain.tensors:
         function: Callable[..., Tensor] = torch.div if divides else torch.mul
         product = build.call(function, product, tensor)
         size = build.call(torch.abs, product)
-        above = build.call(torch.ge, size, LEAST_FACTOR)
-        inside = build.call(
-            torch.logical_and, above, build.call(torch.le, size, 1.0 / LEAST_FACTOR)
-        )
-        if in_range is not None:
-            inside = build.call(torch.logical_and, in_range, inside)
-        in_range = inside
+        for compare, bound in ((torch.ge, LEAST_FACTOR), (torch.le, 1.0 / LEAST_FACTOR)):
+            inside = build.call(compare, size, bound)
+            in_range = build.call(torch.logical_and, in_range, inside)
         of_rows = build.call(torch.where, in_range, tensor, 1)
         of_sum = build.call(torch.where, in_range, 1, tensor)
         found.append(_Factor(function, of_rows, of_sum))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch_streamkl.program import operations
 from torch_streamkl.program.graph import (
@@ -39,7 +39,6 @@ from torch_streamkl.program.graph import (
 from torch_streamkl.program.ranges import EVERY, UNIT, Range, product_range, times
 from torch_streamkl.program.walks import walk
 
-T = TypeVar("T")
 ONE_OR_ZERO = [("const", 1.0), ("const", 0.0)]
 ADDED = "added"  # the value of a `where`: NOTE [Masks that are added]
 # In float32, scores next to a larger number have less than three decimals left.
@@ -151,19 +150,6 @@ def _loses_digits(numbers: Sequence[float]) -> bool:
         return False
     (rounded,) = struct.unpack("f", struct.pack("f", math.fsum(numbers)))
     return abs(math.fsum([rounded, *(-x for x in numbers)])) > 1e-5 * min(parts)
-
-
-def parted(
-    constant: float, terms: Sequence[tuple[float, T]]
-) -> tuple[list[tuple[float, T]], list[tuple[float, T]]]:
-    """Returns the terms that are a mask together with a large constant, and others next to them.
-
-    ``1e9 * mask - 1e9`` is 0 where nothing is hidden. Added to it last, ``bias`` keeps its digits.
-    """
-    masks = [(c, x) for c, x in terms if abs(c) >= LARGEST_SHIFT]
-    if abs(constant) < LARGEST_SHIFT or not masks or len(masks) == len(terms):
-        return [], list(terms)
-    return masks, [(c, x) for c, x in terms if abs(c) < LARGEST_SHIFT]
 
 
 def _undivided(constant: float, total: Mapping[Node, float]) -> Node | None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from typing import TypeVar
 
 from torch_streamkl.program.canonical import LARGEST_SHIFT, terms_of
 from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, Axis, Node
 from torch_streamkl.program.ranges import times
 from torch_streamkl.program.walks import walk
 
+T = TypeVar("T")
 LARGE = 1e3  # what a tensor of 1 and 0 is multiplied with to be a mask
 HIDES = 64.0  # what stands in place of a score, or is added to it, to hide its key is larger
 
@@ -90,6 +92,19 @@ def is_lost(total: Node, parts: Sequence[Node]) -> bool:
             if t not in walk([total]):  # nor inside of a softmax, or of a mask
                 return True
     return False
+
+
+def parted(
+    constant: float, terms: Sequence[tuple[float, T]]
+) -> tuple[list[tuple[float, T]], list[tuple[float, T]]]:
+    """Returns the terms that are a mask together with a large constant, and others next to them.
+
+    ``1e9 * mask - 1e9`` is 0 where nothing is hidden. Added to it last, ``bias`` keeps its digits.
+    """
+    masks = [(c, x) for c, x in terms if abs(c) >= LARGEST_SHIFT]
+    if abs(constant) < LARGEST_SHIFT or not masks or len(masks) == len(terms):
+        return [], list(terms)
+    return masks, [(c, x) for c, x in terms if abs(c) < LARGEST_SHIFT]
 
 
 def _size(c: float, x: Node) -> float:
