@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch_streamkl.program.graph import FLOAT, Node, apply, cast, const, constant
 from torch_streamkl.program.identities import exponentials_in
-from torch_streamkl.program.shifts import HIDES, parted
+from torch_streamkl.program.shifts import HIDES
 from torch_streamkl.program.steps import is_inside
 from torch_streamkl.program.walks import walk
 
@@ -19,13 +19,7 @@ def folded(op: str, args: Sequence[Node]) -> Node:
 
 
 def added(terms: Sequence[tuple[float, Node]], constant: float, dtype: str = FLOAT) -> Node:
-    """Returns a sum: what is added first, then what is subtracted. One of integers is exact.
-
-    A mask, which is 0 where nothing is hidden, is made first: others keep their digits.
-    """
-    masks, others = parted(constant, terms)
-    if masks:
-        return added([*others, (1.0, added(masks, constant, dtype))], 0.0, dtype)
+    """Returns a sum: what is added first, then what is subtracted. One of integers is exact."""
     ordered = sorted(terms, key=lambda item: item[0] < 0.0)
     total: Node | None = None
     if (not ordered or ordered[0][0] < 0.0) and constant > 0.0:

@@ -45,6 +45,7 @@ from torch_streamkl.program.graph import (
 from torch_streamkl.program.graph import KEY as KEYS
 from torch_streamkl.program.graph import ROW as ROWS
 from torch_streamkl.program.operations import OPERATIONS
+from torch_streamkl.program.shifts import mask_terms
 from torch_streamkl.rows.trace import Tracer
 
 
@@ -272,7 +273,12 @@ class Steps:
     def _linear(self, x: Node) -> Node:
         constant, terms = terms_of(x)
         if not has_products(x):
-            return added([(c, self.nodes[t]) for c, t in terms], constant, x.dtype)
+            made_of = [(c, self.nodes[t]) for c, t in terms]
+            if masks := mask_terms(x):  # made first: others keep their digits
+                others = [term for i, term in enumerate(made_of) if i not in masks]
+                mask = added([made_of[i] for i in masks], constant, x.dtype)
+                return added([*others, (1.0, mask)], 0.0, x.dtype)
+            return added(made_of, constant, x.dtype)
         rest = self._free_terms(x)
         made = [(c, factors_of(t)) for c, t in terms if has_products(t)]
         total = self._grouped(made)

@@ -16,7 +16,7 @@ from torch_streamkl.fx_passes.fx_utils.nodes import example
 from torch_streamkl.fx_passes.lowering.placed import Arranging, Placed
 from torch_streamkl.fx_passes.lowering.torch_functions import OF_NUMBERS
 from torch_streamkl.program.graph import BOOL, FLOAT, INT, Node
-from torch_streamkl.program.shifts import parted
+from torch_streamkl.program.shifts import mask_terms
 from torch_streamkl.program.walks import has_op
 
 
@@ -124,15 +124,19 @@ class Arithmetic:
         call, pair = (torch.le, [right, left]) if left.is_number else (torch.ge, [left, right])
         return self.pointwise(call, pair)
 
-    def sum(self, constant: float, terms: Iterable[tuple[float, Placed]], dtype: str) -> Placed:
-        """Returns a number and multiples of others, positive ones first.
+    def linear(self, x: Node, args: Sequence[Placed]) -> Placed:
+        """Returns a sum; a mask in it is made first, so that others keep their digits."""
+        constant, coefficients = x.value
+        terms = list(zip(coefficients, args, strict=True))
+        masks = mask_terms(x)
+        if not masks:
+            return self.sum(constant, terms, x.dtype)
+        others = [term for i, term in enumerate(terms) if i not in masks]
+        mask = self.sum(constant, [terms[i] for i in masks], x.dtype)
+        return self.sum(0.0, [*others, (1.0, mask)], x.dtype)
 
-        A mask, which is 0 where nothing is hidden, is made first: others keep their digits.
-        """
-        terms = list(terms)
-        masks, others = parted(constant, terms)
-        if masks:
-            return self.sum(0.0, [*others, (1.0, self.sum(constant, masks, dtype))], dtype)
+    def sum(self, constant: float, terms: Iterable[tuple[float, Placed]], dtype: str) -> Placed:
+        """Returns a number and multiples of others, positive ones first."""
         is_int = dtype == INT
         pairs = sorted(terms, key=lambda p: p[0] < 0.0)
         total: Placed | None = None

@@ -177,7 +177,7 @@ class Writer:
             case "capture":
                 return self._captured(x, least, is_root=is_root)
             case "linear":
-                return self.arithmetic.sum(x.value[0], zip(x.value[1], args, strict=True), x.dtype)
+                return self.arithmetic.linear(x, args)
             case "product":
                 return self._product(x, args, least)
             case "and" | "or":

@@ -806,13 +806,20 @@ def of_a_bias():
 MASKS = {"long": torch.long, "uint8": torch.uint8, "bool": torch.bool, "float": torch.float32}
 
 
+HIDDEN = {
+    "of what is not hidden": lambda mask, dtype, lowest: (1.0 - mask.to(dtype)) * lowest,
+    "less the lowest": lambda mask, dtype, lowest: mask * -lowest + lowest,
+}
+
+
+@pytest.mark.parametrize("how", HIDDEN.values(), ids=HIDDEN)
 @pytest.mark.parametrize("lowest", [-1e4, -1e9, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("dtype", MASKS)
-def test_a_bias_keeps_its_digits_next_to_a_mask(dtype, lowest):
+def test_a_bias_keeps_its_digits_next_to_a_mask(dtype, lowest, how):
     """T5: the trained bias of positions is added to ``(1 - mask) * lowest``, not to its parts."""
 
     def program(q, k, r, t, bias, mask):
-        hidden = (1.0 - mask[:, None, None, :].to(q.dtype)) * lowest
+        hidden = how(mask[:, None, None, :], q.dtype, lowest)
         s, t = q @ k.mT + (bias + hidden), r @ t.mT + hidden
         return F.mse_loss(s.softmax(-1), t.softmax(-1))
 
@@ -833,7 +840,7 @@ COMPOSED = {  # a mask of 0 and a large number, and a trained bias
 }
 
 
-@pytest.mark.parametrize("lowest", [-1e9, LOWEST])
+@pytest.mark.parametrize("lowest", [-1e4, -1e9, LOWEST])
 @pytest.mark.parametrize("name", COMPOSED)
 def test_sums_of_masks_and_biases_are_masks_and_biases(name, lowest):
     def program(q, k, r, t, bias, mask):

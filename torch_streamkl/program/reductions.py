@@ -59,7 +59,7 @@ from torch_streamkl.program.masks import has_score, kept_by
 from torch_streamkl.program.operations import OPERATIONS
 from torch_streamkl.program.ranges import EVERY
 from torch_streamkl.program.renaming import names_of, renamed
-from torch_streamkl.program.shifts import LARGE, is_shifted, small_shifts
+from torch_streamkl.program.shifts import LARGE, is_shifted, multiple, small_shifts
 from torch_streamkl.program.walks import rebuilt, walk
 
 Theta = Mapping[Axis, Node]
@@ -153,7 +153,8 @@ def _log_sum_exp(axis: Axis, body: Node) -> Node | None:
     constant, terms = terms_of(body)
     outside = small_shifts(terms, axis)
     inside = [term for term in terms if term not in outside]
-    is_masked = any(abs(c) >= LARGE and c * constant < 0.0 for c, _ in inside)
+    multiples = [multiple(c, t) for c, t in inside]
+    is_masked = any(abs(m) >= LARGE and m * constant < 0.0 for m in multiples)
     kept = constant if is_masked or abs(constant) > LARGEST_SHIFT else 0.0
     shift = constant - kept
     if any(axis in t.axes for _, t in inside) and (shift or outside):

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import TypeVar
 
 from torch_streamkl.program.canonical import LARGEST_SHIFT, terms_of
 from torch_streamkl.program.graph import BOOL, CONTRACT, FLOAT, Axis, Node
 from torch_streamkl.program.ranges import times
 from torch_streamkl.program.walks import walk
 
-T = TypeVar("T")
 LARGE = 1e3  # what a tensor of 1 and 0 is multiplied with to be a mask
 HIDES = 64.0  # what stands in place of a score, or is added to it, to hide its key is larger
 
@@ -94,17 +92,23 @@ def is_lost(total: Node, parts: Sequence[Node]) -> bool:
     return False
 
 
-def parted(
-    constant: float, terms: Sequence[tuple[float, T]]
-) -> tuple[list[tuple[float, T]], list[tuple[float, T]]]:
-    """Returns the terms that are a mask together with a large constant, and others next to them.
+def multiple(c: float, x: Node) -> float:
+    """Returns what a term multiplies by: ``1e9 * mask`` of integers is rounded to a type."""
+    if x.op == "round" and x.args[0].op == "linear":
+        return c * max(x.args[0].value[1], key=abs)
+    return c
+
+
+def mask_terms(x: Node) -> list[int]:
+    """Returns which terms of a sum are a mask together with its constant, next to other terms.
 
     ``1e9 * mask - 1e9`` is 0 where nothing is hidden. Added to it last, ``bias`` keeps its digits.
     """
-    masks = [(c, x) for c, x in terms if abs(c) >= LARGEST_SHIFT]
-    if abs(constant) < LARGEST_SHIFT or not masks or len(masks) == len(terms):
-        return [], list(terms)
-    return masks, [(c, x) for c, x in terms if abs(c) < LARGEST_SHIFT]
+    constant, terms = terms_of(x)
+    if abs(constant) < LARGE:
+        return []
+    found = [i for i, term in enumerate(terms) if abs(multiple(*term)) >= LARGE]
+    return found if len(found) < len(terms) else []
 
 
 def _size(c: float, x: Node) -> float:
